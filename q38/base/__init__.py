@@ -1,0 +1,1 @@
+"""Errors, settings and progress: what every other folder may use, and that uses none of them."""

@@ -1,0 +1,1 @@
+"""Safetensors on disk: headers, streaming reads, atomic resumable writes, manifests."""

@@ -1,0 +1,1 @@
+"""Quality, oracle, bench, statistics."""

@@ -1,0 +1,1 @@
+"""`q38 run`: every step of a recipe, resumable, with one report."""

@@ -1,0 +1,1 @@
+"""The n-gram table: split, row reader, disk probe."""

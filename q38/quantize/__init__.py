@@ -1,0 +1,1 @@
+"""Packing, rounding, the AutoRound driver and the INT8 re-pack."""

@@ -1,0 +1,1 @@
+"""The recipe: one YAML file that says what to build and how."""

@@ -1,0 +1,230 @@
+"""Recipe schema. Unknown keys are errors, so that a typo cannot silently change a model."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from q38.base.errors import InputError
+from q38.data import data_path
+from q38.model.names import KEEP_HIGH, PACKABLE, Group
+
+SCHEMA = "q38.recipe/1"
+Bits = Literal[2, 3, 4, 8, 16]
+
+
+class Section(BaseModel):
+    """Base of every part of a recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Source(Section):
+    """Where the source checkpoint comes from: a directory, a hub id, or a synthetic model."""
+
+    path: str | None = Field(None, description="Directory of the bf16 or FP8 checkpoint.")
+    synth: Literal["tiny"] | None = Field(None, description="Make a synthetic model instead (q38 synth).")
+    fp8: bool = Field(False, description="Synthetic model in the FP8 release layout.")
+    trained: bool = Field(
+        False, description="Train the synthetic model briefly, so that quality numbers mean something."
+    )
+    seed: int = Field(0, description="Seed of the synthetic model.")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Source:
+        if (self.path is None) == (self.synth is None):
+            raise ValueError("give exactly one of path and synth")
+        return self
+
+
+class Ple(Section):
+    """The n-gram table."""
+
+    dtype: Literal["f8_e4m3", "source"] = Field(
+        "f8_e4m3", description="Stored dtype; a bf16 table is quantized with one scale."
+    )
+
+
+class Calibration(Section):
+    """Text that quantization tunes on."""
+
+    text: str = Field(
+        "stdlib",
+        description="JSONL file with one {'text': ...} per line, or 'stdlib' (the local Python sources).",
+    )
+    samples: int = Field(128, ge=1, description="Sequences.")
+    seqlen: int = Field(
+        2048, ge=8, description="Tokens per sequence; longer rows are cut, shorter ones joined."
+    )
+    chat_template: bool = Field(False, description="Wrap each text as a chat turn.")
+    seed: int = Field(0, description="Order of the rows.")
+
+
+class Experts(Section):
+    """How the routed experts are rounded."""
+
+    method: Literal["autoround", "rtn"] = Field(
+        "autoround", description="autoround: SignRound per block; rtn: plain rounding."
+    )
+    iters: int = Field(200, ge=0, description="Tuning steps per block.")
+    alg_ext: bool = Field(True, description="AutoRound's extended algorithm, better at 2 bits.")
+    batch_size: int = Field(8, ge=1, description="Sequences per tuning step.")
+
+
+class Quantize(Section):
+    """Bits per parameter group. Groups not named stay in 16 bit."""
+
+    group_size: int = Field(128, description="Weights that share a scale, along the input dimension.")
+    bits: dict[Group, Bits] = {Group.EXPERTS: 2}
+    experts: Experts = Experts()
+    vision: Literal["drop", "keep"] = "drop"
+    mtp: Literal["drop", "keep"] = "drop"
+    allow_low: list[Group] = Field(default_factory=list, description="Sensitive groups lowered on purpose.")
+
+    @model_validator(mode="after")
+    def _sensible_bits(self) -> Quantize:
+        for group, bits in self.bits.items():
+            if bits < 16 and group not in PACKABLE:
+                raise ValueError(f"bits.{group}: this group has no packable matrices; remove the entry")
+            if bits < 16 and group in KEEP_HIGH and group not in self.allow_low:
+                raise ValueError(
+                    f"bits.{group}: a sensitive group below 16 bit; add it to allow_low if you mean it"
+                )
+        return self
+
+
+class RequantInt8(Section):
+    """Dense projections re-packed to INT8 after tuning."""
+
+    groups: list[Group] = Field(default_factory=lambda: [Group.GDN_OUT, Group.ATTENTION, Group.LM_HEAD])
+    clip_search: bool = Field(
+        False, description="Search the clipping factor with the least squared error per group."
+    )
+    max_relative_error: float = Field(
+        0.03, gt=0, description="A tensor with a larger relative error stays in 16 bit."
+    )
+
+
+class Placement(Section):
+    """Routing profile: which experts each layer selects."""
+
+    text: str = "stdlib"
+    tokens: int = Field(4096, ge=512, description="Tokens traced; below 512 a profile is noise.")
+
+
+class Verify(Section):
+    """Quality against the source on held-out text, and the limits that fail the run."""
+
+    text: str = "stdlib"
+    tokens: int = Field(4096, ge=256)
+    seqlen: int = Field(256, ge=16)
+    max_kl: float | None = Field(
+        None, gt=0, description="Mean KL divergence (nats) above which verify fails."
+    )
+    min_top1: float | None = Field(None, gt=0, le=1, description="Top-1 agreement below which verify fails.")
+
+
+class Serve(Section):
+    """The server."""
+
+    engine: Literal["auto", "transformers", "sglang"] = "auto"
+    question: str = Field("Hello! Who are you?", description="The chat question that ends a run.")
+    max_tokens: int = Field(32, ge=1)
+
+
+class Bench(Section):
+    """Speed of the running server."""
+
+    contexts: list[int] = Field(default_factory=lambda: [128, 2048, 10_000])
+    max_tokens: int = Field(64, ge=2)
+    repeats: int = Field(3, ge=1)
+
+
+class Recipe(Section):
+    """A whole build. Everything has a default but the name and the source."""
+
+    schema_: Literal["q38.recipe/1"] = Field(alias="schema")
+    name: str
+    source: Source
+    ple: Ple = Ple()
+    calibration: Calibration = Calibration()
+    quantize: Quantize = Quantize()
+    requant_int8: RequantInt8 = RequantInt8()
+    placement: Placement = Placement()
+    verify: Verify = Verify()
+    serve: Serve = Serve()
+    bench: Bench = Bench()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resolved recipe, every default filled in."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the resolved recipe: comments and key order do not count."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def load_recipe(name: str | Path) -> Recipe:
+    """Read a recipe file, or a shipped one by name (`tiny`).
+
+    Raises:
+        InputError: no such file, not YAML, an unknown key (with the nearest known one), a bad value.
+    """
+    file = Path(name)
+    if not file.exists() and file.suffix == "" and data_path("recipes", f"{name}.yaml").exists():
+        file = data_path("recipes", f"{name}.yaml")
+    try:
+        value = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        shipped = ", ".join(sorted(p.stem for p in data_path("recipes").glob("*.yaml")))
+        raise InputError(
+            "no such recipe", where=file, remedy=f"give a YAML file or one of: {shipped}"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise InputError(
+            f"not readable YAML ({' '.join(str(error).split())})", where=file, remedy="correct the file"
+        ) from None
+    return parse_recipe(value, where=str(file))
+
+
+def parse_recipe(value: Any, *, where: str = "recipe") -> Recipe:
+    """Check a parsed recipe. Raises InputError for the first thing wrong."""
+    if not isinstance(value, dict):
+        raise InputError(
+            "a recipe is a mapping of sections", where=where, remedy="start from recipes/tiny.yaml"
+        )
+    try:
+        return Recipe.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            known = _keys_beside(first["loc"])
+            close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"
+            raise InputError(f"unknown key {key}", where=where, remedy=hint) from None
+        what = first["msg"].removeprefix("Value error, ")
+        raise InputError(
+            f"{key}: {what}" if key else what, where=where, remedy="see docs/recipe.md"
+        ) from None
+
+
+def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:
+    model: Any = Recipe
+    for part in loc[:-1]:
+        info = (
+            model.model_fields.get(str(part))
+            if isinstance(model, type) and issubclass(model, BaseModel)
+            else None
+        )
+        model = info.annotation if info else None
+    if isinstance(model, type) and issubclass(model, BaseModel):
+        return [info.alias or name for name, info in model.model_fields.items()]
+    return [str(group) for group in Group]

@@ -1,0 +1,1 @@
+"""Seal, check and describe a finished model."""

@@ -1,0 +1,1 @@
+"""Where every expert row lives: layout, routing profiles, placement."""

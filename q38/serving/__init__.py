@@ -1,0 +1,1 @@
+"""Machine probe, engines, launch and lifecycle, HTTP client."""

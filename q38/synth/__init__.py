@@ -1,0 +1,1 @@
+"""Synthetic checkpoints in the real release layouts."""
