@@ -24,7 +24,8 @@ class Q38Error(Exception):
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
-        return " ".join((f"{head}. {self.remedy}." if self.remedy else f"{head}.").split())
+        text = f"{head}. {_sentence(self.remedy)}" if self.remedy else f"{head}."
+        return " ".join(text.split())
 
     def to_dict(self) -> dict[str, object]:
         """The same refusal for `--json`."""
@@ -37,6 +38,12 @@ class Q38Error(Exception):
                 "exit_code": self.exit_code,
             }
         }
+
+
+def _sentence(text: str) -> str:
+    """Capital first letter and full stop, except where a command or an option comes first."""
+    start = text if text.startswith(("q38 ", "-")) else text[:1].upper() + text[1:]
+    return start if start.endswith(("?", ".")) else start + "."
 
 
 class CheckFailed(Q38Error):

@@ -185,6 +185,8 @@ def _shard_names(root: Path) -> list[str]:
                 "has no weight_map from names to files", where=root / INDEX, remedy="download it again"
             )
         names = sorted(set(weight_map.values()))
+        if not names:
+            raise InputError("lists no tensors", where=root / INDEX, remedy="download it again")
         for name in names:
             if Path(name).name != name:
                 raise InputError(

@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class Job:
     def __enter__(self) -> Job:
         with writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
-        if (manifest := self._finished()) is not None and not self._fresh:
+        if not self._fresh and (manifest := self._finished()) is not None:
             self._compare(manifest)
             self.files = manifest["files"]
             self.up_to_date = True
@@ -130,9 +131,13 @@ class Job:
         if not path.exists():
             return None
         manifest = read_json(path)
-        for name, record in manifest.get("files", {}).items():
+        if manifest.get("schema") != SCHEMA:
+            raise InputError(
+                "was not written by this version of q38", where=path, remedy="choose another output directory"
+            )
+        for name, record in manifest["files"].items():
             file = self.out / name
-            if not file.exists() or file.stat().st_size != record["bytes"]:
+            if not _is_whole(file, record):
                 raise InputError(
                     "was written by q38 and is now missing or of another size",
                     where=file,
@@ -156,16 +161,32 @@ class Job:
             )
 
     def _replay(self) -> None:
+        for line in self._read_journal():
+            self._add(line)
+        lost = {name for name, record in self.files.items() if not _is_whole(self.out / name, record)}
+        for unit, line in list(self.done.items()):
+            if not lost.isdisjoint(line["files"]):
+                del self.done[unit]  # its file was removed or cut since: do it again
+        self.files = {name: record for name, record in self.files.items() if name not in lost}
+
+    def _read_journal(self) -> list[dict[str, Any]]:
+        """The finished units. A kill can tear the last line: it is cut off, and its unit done again."""
         journal = self.state / "journal.jsonl"
         if not journal.exists():
-            return
+            return []
         data = journal.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]  # a kill can tear the last line
+        whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             with journal.open("r+b") as f:
                 f.truncate(len(whole))
-        for line in whole.splitlines():
-            self._add(json.loads(line))
+        try:
+            return [json.loads(line) for line in whole.splitlines()]
+        except ValueError:
+            raise InputError(
+                "the journal of the unfinished run is damaged",
+                where=journal,
+                remedy="start over with --fresh",
+            ) from None
 
     def _add(self, line: dict[str, Any]) -> None:
         self.done[line["unit"]] = line
@@ -176,10 +197,10 @@ class Job:
         if (self.out / MANIFEST).exists():
             names |= set(read_json(self.out / MANIFEST).get("files", {}))
             (self.out / MANIFEST).unlink()
-        self._replay()
-        for name in names | set(self.files):
+        with suppress(InputError):  # a damaged journal is one reason to start over
+            names |= {name for line in self._read_journal() for name in line["files"]}
+        for name in names:
             (self.out / name).unlink(missing_ok=True)
-        self.done, self.files = {}, {}
         for path in self.state.iterdir():
             if path.name != "lock":
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -187,6 +208,38 @@ class Job:
     def _remove_temporaries(self) -> None:
         for path in self.out.rglob(f"*{TEMPORARY}"):
             path.unlink()
+
+
+def _is_whole(file: Path, record: Mapping[str, Any]) -> bool:
+    return file.is_file() and file.stat().st_size == record["bytes"]
+
+
+def discard(out: Path) -> None:
+    """Remove what q38 wrote at `out`: a file, or a directory with a manifest or an unfinished job.
+
+    Only files that were recorded go; the manifest and the journal go last, so a kill in between can be repeated.
+    """
+    if out.is_file():
+        out.unlink()
+        return
+    if not out.is_dir():
+        return
+    manifest, state = out / MANIFEST, out / STATE
+    names = set(read_json(manifest).get("files", {})) if manifest.exists() else set()
+    journal = state / "journal.jsonl"
+    if journal.exists():
+        for line in journal.read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                names |= set(json.loads(line)["files"])
+    for name in names:
+        (out / name).unlink(missing_ok=True)
+    for path in out.rglob(f"*{TEMPORARY}"):
+        path.unlink()
+    shutil.rmtree(state, ignore_errors=True)
+    manifest.unlink(missing_ok=True)
+    for directory, _, _ in os.walk(out, topdown=False):
+        with suppress(OSError):  # not empty: it holds files of others
+            Path(directory).rmdir()
 
 
 def first_difference(before: Any, now: Any, path: str = "") -> tuple[str, str, str] | None:

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,9 @@ from q38.base.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
+_UNWRITABLE = frozenset(
+    {errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.ENOENT, errno.EISDIR, errno.EEXIST}
+)
 TEMPORARY = ".q38-tmp"  # suffix of every file that is not finished
 
 
@@ -69,7 +72,8 @@ def atomic_file(path: Path) -> Iterator[HashingFile]:
             temporary.replace(path)
             fsync_directory(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # gone after the rename, or never made
+            temporary.unlink()
 
 
 @contextmanager
@@ -82,7 +86,13 @@ def writing(path: Path) -> Iterator[None]:
             raise ResourceError(
                 "the disk is full", where=path, remedy="free space and run the same command again; it resumes"
             ) from None
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.ENOENT, errno.EISDIR):
+        if error.errno == errno.EFBIG:
+            raise ResourceError(
+                "the file would pass the size limit (ulimit -f, or of the file system)",
+                where=path,
+                remedy="raise the limit and run the same command again; it resumes",
+            ) from None
+        if error.errno in _UNWRITABLE:
             raise InputError(
                 f"cannot be written ({error.strerror})", where=path, remedy="choose a writable directory"
             ) from None

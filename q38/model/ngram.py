@@ -12,34 +12,106 @@ Source of the formula: transformers' Qwen4ExpTextNGramEmbedding, checked against
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 
-from q38.model.shape import NgramShape
+import numpy as np
+from numpy.typing import NDArray
+
+from q38.base.errors import InputError
+from q38.model.shape import ModelShape, NgramShape
+
+# splitmix64 (Steele, Lea and Flood, 2014)
+_GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = 2**64
+_LAYER_STRIDE = 10007  # distance between the seeds of two PLE layers
 
 
 @lru_cache(maxsize=8)
-def head_sizes(shape: NgramShape) -> tuple[int, ...]:
-    """Rows per head: the first `heads` primes >= vocab_base."""
+def head_sizes(shape: NgramShape, index: int = 0) -> tuple[int, ...]:
+    """Rows per head of the `index`-th PLE layer: consecutive primes >= vocab_base, numbered through all layers."""
+    skip = index * shape.heads
     sizes: list[int] = []
     candidate = shape.vocab_base
-    while len(sizes) < shape.heads:
+    while len(sizes) < skip + shape.heads:
         if _is_prime(candidate):
             sizes.append(candidate)
         candidate += 1
-    return tuple(sizes)
+    return tuple(sizes[skip:])
 
 
-def head_offsets(shape: NgramShape) -> tuple[int, ...]:
+def head_offsets(shape: NgramShape, index: int = 0) -> tuple[int, ...]:
     """First row of each head."""
-    offsets, position = [], 0
-    for size in head_sizes(shape):
-        offsets.append(position)
-        position += size
-    return tuple(offsets)
+    return (0, *accumulate(head_sizes(shape, index)[:-1]))
 
 
-def table_rows(shape: NgramShape) -> int:
+def table_rows(shape: NgramShape, index: int = 0) -> int:
     """Rows of the whole table, padded up to a multiple of the divisor."""
-    return -(-sum(head_sizes(shape)) // shape.divisor) * shape.divisor
+    return -(-sum(head_sizes(shape, index)) // shape.divisor) * shape.divisor
+
+
+def multipliers(shape: ModelShape, index: int = 0) -> tuple[int, ...]:
+    """Odd multipliers of the hash, one per position of the n-gram, drawn from the seed by splitmix64.
+
+    Each is small enough that token id * multiplier stays below 2^63.
+    """
+    ngram = _ngram(shape)
+    bound = max(1, (2**63 - 1) // max(shape.vocab_size, 1) // 2)
+    seed = ngram.seed + _LAYER_STRIDE * index
+    return tuple(2 * (_splitmix64(seed + _GAMMA * (j + 1)) % bound) + 1 for j in range(ngram.ngram_size))
+
+
+def row_ids(tokens: NDArray[np.int64], shape: ModelShape, index: int = 0) -> NDArray[np.int64]:
+    """The table rows that each token looks up.
+
+    Args:
+        tokens: int64 [..., T], whole texts from their first token on (a CPU tensor's `.numpy()` will do).
+        shape: a model with an n-gram table and an eos token.
+        index: which PLE layer, counted from zero in layer order.
+
+    Returns:
+        int64 [..., T, heads].
+    """
+    ngram = _ngram(shape)
+    if shape.eos_token_id is None:
+        raise InputError(
+            "text_config.eos_token_id is missing", remedy="the n-gram hash needs it; restore config.json"
+        )
+    shifted = [_shift(tokens, j, shape.eos_token_id) for j in range(ngram.ngram_size)]
+    factors, sizes, offsets = multipliers(shape, index), head_sizes(ngram, index), head_offsets(ngram, index)
+    mixed = shifted[0] * np.int64(factors[0])  # [..., T]
+    heads = []
+    for n in range(2, ngram.ngram_size + 1):
+        mixed = mixed ^ (shifted[n - 1] * np.int64(factors[n - 1]))
+        first = (n - 2) * ngram.heads_per_ngram
+        span = slice(first, first + ngram.heads_per_ngram)
+        heads.append(np.remainder(mixed[..., None], np.array(sizes[span])) + np.array(offsets[span]))
+    return np.concatenate(heads, axis=-1)
+
+
+def _shift(tokens: NDArray[np.int64], by: int, eos: int) -> NDArray[np.int64]:
+    """tokens[t - by]; eos where that lies before the start, or at or before an earlier eos."""
+    if by == 0:
+        return tokens
+    positions = np.arange(tokens.shape[-1])
+    last_eos = np.maximum.accumulate(np.where(tokens == eos, positions, -1), axis=-1)
+    before = np.concatenate([np.full_like(last_eos[..., :1], -1), last_eos[..., :-1]], axis=-1)
+    moved = np.take(tokens, np.maximum(positions - by, 0), axis=-1)
+    return np.where(positions - by > before, moved, np.int64(eos))
+
+
+def _ngram(shape: ModelShape) -> NgramShape:
+    if shape.ngram is None:
+        raise InputError(
+            "the model has no n-gram table", where="config.json", remedy="check text_config.ple_layer_ids"
+        )
+    return shape.ngram
+
+
+def _splitmix64(state: int) -> int:
+    z = (state + _GAMMA) % _WORD
+    z = (z ^ (z >> 30)) * _MIX_1 % _WORD
+    z = (z ^ (z >> 27)) * _MIX_2 % _WORD
+    return z ^ (z >> 31)
 
 
 def _is_prime(n: int) -> bool:

@@ -56,6 +56,7 @@ class ModelShape:
     linear_conv_kernel_dim: int
     hc_count: int
     hc_lowrank: int
+    ple_conv_kernel_size: int
     indexer_n_heads: int
     indexer_kv_heads: int
     indexer_head_dim: int
@@ -98,8 +99,9 @@ class ModelShape:
         return cls(
             layer_types=layers,
             **{name: number(name) for name in _REQUIRED},
+            ple_conv_kernel_size=number("ple_conv_kernel_size", default=4),
             max_position_embeddings=number("max_position_embeddings", default=32768),
-            eos_token_id=text.get("eos_token_id"),
+            eos_token_id=_first(text.get("eos_token_id")),
             mtp_layers=int(mtp),
             tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
             ngram=_ngram(text, ids, number, len(layers), where) if ids else None,
@@ -133,6 +135,11 @@ class _Reader:
                 remedy="restore config.json of the release",
             )
         return value
+
+
+def _first(ids: Any) -> int | None:
+    """eos_token_id may be a list; the n-gram hash uses its first."""
+    return (ids[0] if ids else None) if isinstance(ids, list) else ids
 
 
 def _layer_types(text: Mapping[str, Any], where: str) -> list[Any]:
@@ -176,14 +183,14 @@ def _ngram(text: Mapping[str, Any], ids: list[Any], number: _Reader, layers: int
             remedy="they count from one; restore config.json",
         )
     shape = NgramShape(
-        layer_ids=tuple(i - 1 for i in ids),
+        layer_ids=tuple(i - 1 for i in sorted(set(ids))),
         embed_dim=number("ple_embed_dim", default=number("hidden_size")),
         ngram_size=number("ngram_size", default=3),
         heads_per_ngram=number("heads_per_ngram", default=8),
         vocab_base=number("ngram_vocab_size_base", default=20_000_000),
         divisor=number("make_ngram_vocab_size_divisible_by", default=128),
         parts=number("split_ngram_parts", default=512),
-        seed=int(text.get("seed") or 1234),
+        seed=1234 if text.get("seed") is None else int(text["seed"]),
     )
     if shape.embed_dim % shape.heads:
         raise InputError(

@@ -26,7 +26,7 @@ class Section(BaseModel):
 
 
 class Source(Section):
-    """Where the source checkpoint comes from: a directory, a hub id, or a synthetic model."""
+    """Where the source checkpoint comes from: a directory, or a synthetic model. Exactly one of path and synth."""
 
     path: str | None = Field(None, description="Directory of the bf16 or FP8 checkpoint.")
     synth: Literal["tiny"] | None = Field(None, description="Make a synthetic model instead (q38 synth).")
@@ -81,10 +81,12 @@ class Quantize(Section):
     """Bits per parameter group. Groups not named stay in 16 bit."""
 
     group_size: int = Field(128, description="Weights that share a scale, along the input dimension.")
-    bits: dict[Group, Bits] = {Group.EXPERTS: 2}
+    bits: dict[Group, Bits] = Field(
+        {Group.EXPERTS: 2}, description="Width per parameter group; q38 plan lists the groups."
+    )
     experts: Experts = Experts()
-    vision: Literal["drop", "keep"] = "drop"
-    mtp: Literal["drop", "keep"] = "drop"
+    vision: Literal["drop", "keep"] = Field("drop", description="The vision tower, kept in 16 bit.")
+    mtp: Literal["drop", "keep"] = Field("drop", description="The multi-token prediction layer.")
     allow_low: list[Group] = Field(default_factory=list, description="Sensitive groups lowered on purpose.")
 
     @model_validator(mode="after")
@@ -102,7 +104,10 @@ class Quantize(Section):
 class RequantInt8(Section):
     """Dense projections re-packed to INT8 after tuning."""
 
-    groups: list[Group] = Field(default_factory=lambda: [Group.GDN_OUT, Group.ATTENTION, Group.LM_HEAD])
+    groups: list[Group] = Field(
+        default_factory=lambda: [Group.GDN_OUT, Group.ATTENTION, Group.LM_HEAD],
+        description="Parameter groups to re-pack.",
+    )
     clip_search: bool = Field(
         False, description="Search the clipping factor with the least squared error per group."
     )
@@ -114,50 +119,62 @@ class RequantInt8(Section):
 class Placement(Section):
     """Routing profile: which experts each layer selects."""
 
-    text: str = "stdlib"
+    text: str = Field("stdlib", description="Text to trace, as for calibration.")
     tokens: int = Field(4096, ge=512, description="Tokens traced; below 512 a profile is noise.")
 
 
 class Verify(Section):
     """Quality against the source on held-out text, and the limits that fail the run."""
 
-    text: str = "stdlib"
-    tokens: int = Field(4096, ge=256)
-    seqlen: int = Field(256, ge=16)
+    text: str = Field("stdlib", description="Text as for calibration; its held-out part is used.")
+    tokens: int = Field(4096, ge=256, description="Tokens compared.")
+    seqlen: int = Field(256, ge=16, description="Tokens per sequence.")
     max_kl: float | None = Field(
         None, gt=0, description="Mean KL divergence (nats) above which verify fails."
     )
     min_top1: float | None = Field(None, gt=0, le=1, description="Top-1 agreement below which verify fails.")
 
 
+class Oracle(Section):
+    """Fixed continuations, scored after the build and again at the end."""
+
+    prompts: str | None = Field(None, description="Prompt file; without it the set that ships with q38.")
+    repeats: int = Field(2, ge=2, description="Times to score; the spread is stored as the noise.")
+
+
 class Serve(Section):
     """The server."""
 
-    engine: Literal["auto", "transformers", "sglang"] = "auto"
+    engine: Literal["auto", "transformers", "sglang"] = Field(
+        "auto", description="auto: sglang where it can run, else transformers."
+    )
     question: str = Field("Hello! Who are you?", description="The chat question that ends a run.")
-    max_tokens: int = Field(32, ge=1)
+    max_tokens: int = Field(32, ge=1, description="Tokens of the answer at most.")
 
 
 class Bench(Section):
     """Speed of the running server."""
 
-    contexts: list[int] = Field(default_factory=lambda: [128, 2048, 10_000])
-    max_tokens: int = Field(64, ge=2)
-    repeats: int = Field(3, ge=1)
+    contexts: list[int] = Field(
+        default_factory=lambda: [128, 2048, 10_000], description="Prompt lengths in tokens."
+    )
+    max_tokens: int = Field(64, ge=2, description="Tokens generated per request.")
+    repeats: int = Field(3, ge=1, description="Requests per prompt length; medians are reported.")
 
 
 class Recipe(Section):
-    """A whole build. Everything has a default but the name and the source."""
+    """A whole build. Everything has a default but the name; `q38 run` needs a source here or on its command line."""
 
-    schema_: Literal["q38.recipe/1"] = Field(alias="schema")
-    name: str
-    source: Source
+    schema_: Literal["q38.recipe/1"] = Field(alias="schema", description="Version of the recipe format.")
+    name: str = Field(description="Name of the build; it ends up in the manifests.")
+    source: Source | None = None
     ple: Ple = Ple()
     calibration: Calibration = Calibration()
     quantize: Quantize = Quantize()
     requant_int8: RequantInt8 = RequantInt8()
     placement: Placement = Placement()
     verify: Verify = Verify()
+    oracle: Oracle = Oracle()
     serve: Serve = Serve()
     bench: Bench = Bench()
 
@@ -178,7 +195,7 @@ def load_recipe(name: str | Path) -> Recipe:
         InputError: no such file, not YAML, an unknown key (with the nearest known one), a bad value.
     """
     file = Path(name)
-    if not file.exists() and file.suffix == "" and data_path("recipes", f"{name}.yaml").exists():
+    if not file.is_file() and file.suffix == "" and data_path("recipes", f"{name}.yaml").exists():
         file = data_path("recipes", f"{name}.yaml")
     try:
         value = yaml.safe_load(file.read_text(encoding="utf-8"))
