@@ -1,0 +1,139 @@
+"""q38 serve: serve a model in the foreground; status and stop of servers that run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from q38.cli.app import app
+from q38.cli.console import DebugFlag, DryRunFlag, JsonFlag, session
+
+START = "start"
+_HELP = ("-h", "--help")
+
+
+class ServeGroup(typer.core.TyperGroup):
+    """`q38 serve MODEL` means `q38 serve start MODEL`. A model directory named like a sub-verb needs a ./ before it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and (args[0] in _HELP or args[0] not in self.commands):
+            args = [START, *args]
+        result: list[str] = super().parse_args(ctx, args)
+        return result
+
+
+serve = typer.Typer(
+    cls=ServeGroup,
+    no_args_is_help=True,
+    help="Serve a model over the OpenAI API; status and stop of running servers.",
+)
+app.add_typer(serve, name="serve")
+
+PortFilter = Annotated[
+    int | None,
+    typer.Option("--port", help="Port of the server; default: the only one that runs.", show_default=False),
+]
+
+
+@serve.command(START, epilog="Also: q38 serve status, q38 serve stop.")
+def start(
+    model: Annotated[Path, typer.Argument(help="Directory of the model.", show_default=False)],
+    ple: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of the split n-gram table; default: MODEL/ple, then ple/ beside MODEL.",
+            show_default=False,
+        ),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(help="sglang, transformers, or auto: sglang where it can run, else transformers.")
+    ] = "auto",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Other than loopback needs an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 30000,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Model name in the API; default: the directory's name.", show_default=False),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="Q38_API_KEY", help="Key that clients must send as a bearer token.", show_default=False
+        ),
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            help="Log file of the server, appended to; default: serve-PORT.log in the state directory.",
+            show_default=False,
+        ),
+    ] = None,
+    start_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds to wait for the first generated token before giving up.")
+    ] = 900.0,
+    json: JsonFlag = False,
+    debug: DebugFlag = False,
+    dry_run: DryRunFlag = False,
+) -> None:
+    """Serve a model over the OpenAI chat API until Ctrl-C or SIGTERM.
+
+    It prints "ready" once a token was really generated. A server that dies, or this command killed by
+    any signal, leaves no process behind. With --json it prints one document when ready: url, engine,
+    model, pid, log. Exit code 130 after Ctrl-C, 0 after SIGTERM or q38 serve stop.
+    """
+    with session(json_mode=json, debug=debug) as console:
+        from q38.serving import launch
+        from q38.serving.engines import ServeOptions
+
+        options = ServeOptions(model, ple, engine, host, port, name, api_key, log, start_timeout)
+        if dry_run:
+            plan = launch.dry_run(options)
+            for key, value in plan.items():
+                console.print(f"{key}: {value}")
+            console.emit({"dry_run": True, **plan})
+            return
+
+        def on_ready(server: launch.Server) -> None:
+            console.print(
+                f"ready: {server.url} serves {server.model} (engine {server.engine}, pid {server.pid}, log {server.log})"
+            )
+            console.emit(server.to_dict())
+
+        code = launch.serve(options, on_ready=on_ready, progress=console.progress)
+        console.progress.say("server stopped")
+        console.fail(code)
+
+
+@serve.command("status")
+def status(port: PortFilter = None, json: JsonFlag = False, debug: DebugFlag = False) -> None:
+    """Show the servers of this user that run, and whether each answers."""
+    with session(json_mode=json, debug=debug) as console:
+        from q38.serving import records
+        from q38.serving.client import Client
+
+        rows = []
+        for record in records.running():
+            if port is None or record.port == port:
+                with Client(record.url) as client:
+                    rows.append({**asdict(record), "answers": client.healthy()})
+        if rows:
+            keys = ("port", "pid", "state", "answers", "engine", "model", "log")
+            console.table(keys, [[str(row[key]) for key in keys] for row in rows])
+        else:
+            console.print("no q38 server runs" + (f" on port {port}" if port is not None else ""))
+        console.emit({"servers": rows})
+
+
+@serve.command("stop")
+def stop(port: PortFilter = None, json: JsonFlag = False, debug: DebugFlag = False) -> None:
+    """Stop a running server: SIGTERM, and SIGKILL if it has not ended after 15 seconds."""
+    with session(json_mode=json, debug=debug) as console:
+        from q38.serving import records
+
+        record = records.stop(port)
+        console.print(f"stopped {record.model} on port {record.port} (pid {record.pid})")
+        console.emit({"stopped": asdict(record)})

@@ -1,0 +1,25 @@
+"""In the child: end with the parent, however the parent ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+
+def die_with_parent(fd: int = 0) -> None:
+    """Kill this process group once the other end of the pipe on `fd` closes.
+
+    The parent holds that end and never writes; the kernel closes it even on kill -9. A pipe and not
+    PR_SET_PDEATHSIG: that one follows the parent's thread, and reaches no grandchildren.
+    """
+    threading.Thread(target=_wait, args=(fd,), name="parent-watchdog", daemon=True).start()
+
+
+def _wait(fd: int) -> None:
+    while os.read(fd, 4096):
+        pass
+    # A process group of our own is the normal case; started by hand we share the shell's.
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
