@@ -1,0 +1,66 @@
+"""Residency policies on synthetic traces with the published skew: the table of docs/residency.md.
+
+    python benchmarks/residency_policies.py [--resident 184] [--link 51GB] [--tokens 2496]
+
+Sizes come from the model's config.json; traces are seeded, so the same command prints the same table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from q38.base.units import parse_bytes
+from q38.model.shape import ModelShape
+from q38.residency.layout import ExpertLayout
+from q38.residency.simulate import Settings, simulate
+from q38.residency.synthetic import synthetic_trace
+from q38.residency.trace import Trace
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, default=ROOT / "assets/models/qwen3.8-flash-next.json")
+    parser.add_argument("--resident", type=int, default=184)
+    parser.add_argument("--link", default="51GB")
+    parser.add_argument("--tokens", type=int, default=2496)
+    arguments = parser.parse_args()
+    shape = ModelShape.from_config(json.loads(arguments.config.read_text()))
+    settings = Settings(
+        arguments.resident, ExpertLayout.from_shape(shape).row_bytes, link_rate=parse_bytes(arguments.link)
+    )
+    sizes = {"layers": shape.num_layers, "experts": shape.num_experts, "top_k": shape.num_experts_per_tok}
+    n = arguments.tokens // 2
+
+    def join(first: Trace, second: Trace) -> Trace:
+        return Trace(np.concatenate([first.ids, second.ids]), None, first.experts)
+
+    traces = {
+        "steady": synthetic_trace(2 * n, **sizes),
+        "layers differ": synthetic_trace(2 * n, **sizes, spread=0.5),
+        "new topic, 20 % of experts": join(
+            synthetic_trace(n, **sizes, topic=0), synthetic_trace(n, **sizes, topic=1, shift=0.2)
+        ),
+        "new topic, 50 % of experts": join(
+            synthetic_trace(n, **sizes, topic=0), synthetic_trace(n, **sizes, topic=1, shift=0.5)
+        ),
+    }
+    out = sys.stdout
+    out.write("| trace | policy | hit rate | host MB/token | moved MB/token | predicted ms/token |\n")
+    out.write("|---|---|---|---|---|---|\n")
+    for name, trace in traces.items():
+        for o in simulate(trace, settings):
+            _, _, hit, _, host, moved, ms = o.row()
+            out.write(f"| {name} | {o.policy} | {hit:.3f} | {host:.1f} | {moved:.1f} | {ms:.2f} |\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Online adaptation on the fake driver: counters, heat, bounded swaps, no waiting."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from q38.residency.adapt import Adapter, AdaptSettings, scratch_bytes
+from q38.residency.driver import OutOfMemory
+from tests.residency.fake_driver import FakeDriver
+from tests.residency.fake_rows import EXPERTS, LAYERS, check_books, check_rows, device_table, make_cache
+
+TOP_K = 2
+
+
+def make_adapter(driver: FakeDriver, **settings: float) -> Adapter:
+    cache = make_cache(driver, scratch=scratch_bytes(LAYERS, EXPERTS))
+    prior = np.full((LAYERS, EXPERTS), TOP_K / EXPERTS)
+    return Adapter(
+        cache, prior, top_k=TOP_K, settings=AdaptSettings(**({"interval": 4, "prior_tokens": 1.0} | settings))
+    )
+
+
+def run(adapter: Adapter, driver: FakeDriver, experts: tuple[int, ...], steps: int) -> int:
+    """Decode steps that choose the same experts in every layer; returns the pairs started."""
+    started = 0
+    for _ in range(steps):
+        for layer in range(LAYERS):
+            adapter.count(layer, torch.tensor([experts], dtype=torch.int32))
+        started += adapter.step()
+        for stream in list(driver.streams):
+            driver.advance(stream)
+    return started
+
+
+def test_counters_count_every_selection() -> None:
+    driver = FakeDriver()
+    adapter = make_adapter(driver)
+    adapter.count(1, torch.tensor([[3, 5], [3, 0]], dtype=torch.int32))
+    assert adapter.counters.dtype == torch.int32
+    assert adapter.counters.tolist() == [[0] * 8, [1, 0, 0, 2, 0, 1, 0, 0], [0] * 8]
+
+
+def test_hot_rows_on_the_host_come_to_the_device_a_bounded_number_at_a_time() -> None:
+    driver = FakeDriver()
+    adapter = make_adapter(driver, swaps=2, half_life=50.0)
+    cache = adapter.cache
+    run(adapter, driver, (6, 7), 8)
+    swapped = int((cache.resident[:, 6:]).sum())
+    assert swapped == 2, "one interval swaps two pairs"
+    run(adapter, driver, (6, 7), 40)
+    assert cache.resident[:, 6:].all()
+    assert cache.resident.sum() == 12, "swaps keep the size"
+    check_rows(driver, device_table(cache, driver))
+    check_books(cache, driver)
+
+
+def test_nothing_is_swapped_by_default_but_the_heat_follows() -> None:
+    driver = FakeDriver()
+    adapter = make_adapter(driver)
+    before = adapter.cache.resident.copy()
+    assert run(adapter, driver, (6, 7), 20) == 0
+    assert (adapter.cache.resident == before).all()
+    assert (
+        adapter.cache.heat.reshape(LAYERS, EXPERTS)[0, 6] > adapter.cache.heat.reshape(LAYERS, EXPERTS)[0, 0]
+    )
+
+
+def test_a_steady_workload_that_fits_swaps_nothing() -> None:
+    driver = FakeDriver()
+    adapter = make_adapter(driver, swaps=4)
+    assert run(adapter, driver, (0, 1), 40) == 0
+
+
+def test_counters_may_wrap_around() -> None:
+    driver = FakeDriver()
+    adapter = make_adapter(driver)
+    adapter.counters.fill_(-1)  # 2^32 - 1 as the reader sees it
+    run(adapter, driver, (0, 1), 6)
+    adapter.tracker.counts[:] = 0
+    adapter.tracker.tokens = 0
+    run(adapter, driver, (0, 1), 8)
+    assert adapter.tracker.counts.max() < 20
+
+
+def test_a_step_never_waits_for_the_device() -> None:
+    driver = FakeDriver()
+    adapter = make_adapter(driver, swaps=2)
+    driver.calls.clear()
+    for _ in range(20):
+        adapter.step()  # no stream advances
+    assert not {"synchronize", "wait"} & set(driver.calls)
+
+
+def test_counters_are_read_only_when_their_copy_has_arrived() -> None:
+    driver = FakeDriver()
+    adapter = make_adapter(driver)
+    adapter.count(0, torch.tensor([1, 2]))
+    driver.calls.clear()
+    for _ in range(20):
+        adapter.step()
+    assert adapter.tracker.tokens == 0
+    assert driver.calls.count("copy") == 1, "a second copy was enqueued before the first was read"
+    for stream in list(driver.streams):
+        driver.advance(stream)
+    adapter.step()
+    assert adapter.tracker.counts[0, 1] == 1
+
+
+def test_a_step_during_capture_only_counts_tokens() -> None:
+    driver = FakeDriver()
+    adapter = make_adapter(driver, swaps=2)
+    driver.capture = True
+    driver.calls.clear()
+    for _ in range(10):
+        assert adapter.step() == 0
+    assert set(driver.calls) == {"capturing"}
+    driver.capture = False
+    adapter.step()
+    assert "copy" in driver.calls
+
+
+def test_out_of_memory_at_any_call_loses_no_row_and_the_next_steps_go_on() -> None:
+    for call in range(60):
+        driver = FakeDriver()
+        adapter = make_adapter(driver, swaps=2, half_life=50.0)
+        driver.fail_at = call
+        try:
+            run(adapter, driver, (6, 7), 8)
+        except OutOfMemory:
+            check_rows(driver, device_table(adapter.cache, driver))
+            check_books(adapter.cache, driver)
+            run(adapter, driver, (6, 7), 60)
+            assert adapter.cache.resident[:, 6:].all(), f"call {call}"
+        else:
+            assert call > 10
+            return
+
+
+def test_closing_frees_the_counters() -> None:
+    driver = FakeDriver()
+    adapter = make_adapter(driver)
+    adapter.close()
+    adapter.cache.close()
+    assert not driver.leaks()
+
+
+def test_the_pool_must_have_scratch_memory_for_the_counters() -> None:
+    driver = FakeDriver()
+    with pytest.raises(Exception, match="bytes of scratch needed"):
+        Adapter(make_cache(driver), np.ones((LAYERS, EXPERTS)), top_k=TOP_K)
