@@ -1,0 +1,85 @@
+"""Engines that score fixed continuations. One is here: transformers in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from q38.base.progress import SILENT, Progress
+from q38.checkpoint.job import package_versions
+from q38.measure.forward import text_model
+from q38.measure.oracle_prompts import Item
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Engine(Protocol):
+    """Anything that can force a continuation and tell its log-probabilities."""
+
+    def describe(self) -> dict[str, Any]:
+        """Name, versions and flags, for the reference file."""
+
+    def score(self, items: Sequence[Item], *, progress: Progress = SILENT) -> list[list[float]]:
+        """Per item: natural-log probability of each continuation token, given all tokens before it."""
+
+    def damaged(self) -> AbstractContextManager[str | None]:
+        """Inside, one weight matrix is wrong; yields which. None where the engine cannot be damaged."""
+
+
+class TransformersEngine:
+    """The model in this process, on the CPU. Float32 by default: the arithmetic that other engines approximate."""
+
+    def __init__(self, path: Path, *, ple: Path | None = None, dtype: Dtype = "float32") -> None:
+        from q38.measure.loading import load_for_measuring
+
+        self.dtype: Dtype = dtype
+        self.model = load_for_measuring(path, ple=ple, dtype=getattr(torch, dtype))
+
+    def describe(self) -> dict[str, Any]:
+        experts = self.model.get_experts_implementation()
+        return {
+            "name": "transformers",
+            "dtype": self.dtype,
+            "experts": experts.get("text_config") or experts.get(""),
+            "threads": torch.get_num_threads(),
+            "versions": package_versions(),
+        }
+
+    def score(self, items: Sequence[Item], *, progress: Progress = SILENT) -> list[list[float]]:
+        from q38.hf.hooks import qsa_shortcut
+
+        total = sum(len(item.prompt) + len(item.continuation) for item in items)
+        scores = []
+        with qsa_shortcut(), torch.inference_mode(), progress.task("score", total, "tokens") as task:
+            for item in items:
+                scores.append(self._score(item))
+                task.advance(len(item.prompt) + len(item.continuation))
+        return scores
+
+    def _score(self, item: Item) -> list[float]:
+        ids = torch.tensor([item.prompt + item.continuation])  # [1, P + C]
+        hidden = self.model.model(input_ids=ids, use_cache=False)[0][0]  # [P + C, H]
+        before = hidden[len(item.prompt) - 1 : -1]  # what predicts each continuation token
+        logits = self.model.get_output_embeddings()(before).double()  # [C, V]
+        wanted = torch.tensor(item.continuation)[:, None]
+        values: list[float] = torch.log_softmax(logits, dim=-1).gather(1, wanted)[:, 0].tolist()
+        return values
+
+    @contextmanager
+    def damaged(self) -> Iterator[str | None]:
+        """The output projection of the middle block's attention with its sign flipped."""
+        layers = text_model(self.model).layers
+        index = len(layers) // 2
+        layer = layers[index]
+        linear = hasattr(layer, "linear_attn")
+        module = layer.linear_attn.out_proj if linear else layer.self_attn.o_proj
+        weight = module.scales if hasattr(module, "scales") else module.weight  # packed, or not
+        weight.data.neg_()
+        try:
+            yield f"layers.{index}.{'linear_attn.out_proj' if linear else 'self_attn.o_proj'}, sign flipped"
+        finally:
+            weight.data.neg_()

@@ -1,0 +1,176 @@
+"""Verify a checkpoint: structure, numbers, and quality against its source. One report, one verdict."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import q38
+from q38.base.errors import InputError
+from q38.base.progress import SILENT, Progress
+from q38.checkpoint.index import Checkpoint
+from q38.checkpoint.job import package_versions
+from q38.measure.checks import Check, Part
+from q38.measure.files import check_shards, read_manifest
+from q38.measure.forward import other_experts, run_model
+from q38.measure.numbers import check_numbers
+from q38.measure.quality import compare, quality_part
+from q38.measure.stored import Stored
+from q38.measure.structure import check_structure
+
+SCHEMA = "q38.verify/1"
+PARTS = ("structure", "numbers", "quality")
+MIN_SEQLEN = 16
+
+
+def verify(
+    model: Path,
+    *,
+    source: Path | None = None,
+    ple: Path | None = None,
+    parts: Sequence[str] = PARTS,
+    text: str = "stdlib",
+    tokens: int = 4096,
+    seqlen: int = 256,
+    max_kl: float | None = None,
+    min_top1: float | None = None,
+    progress: Progress = SILENT,
+) -> dict[str, Any]:
+    """Check a checkpoint and measure it against its source.
+
+    Args:
+        model: a packed or unpacked Qwen4-Exp checkpoint.
+        source: the checkpoint it was made from; without it numbers are checked for themselves and
+            quality is left out.
+        ple: directory of the split n-gram table.
+        parts: which of "structure", "numbers" and "quality" to run.
+        text: "stdlib" or a JSONL file; its held-out split is used.
+        tokens, seqlen: tokens of text, in sequences of `seqlen`.
+        max_kl: mean KL divergence in nats above which quality fails.
+        min_top1: top-1 agreement below which quality fails.
+
+    Returns:
+        The report: {"schema", "model", "source", "passed", "parts": [...], ...}. Each part has its
+        checks, each check its value, standard error and limit.
+
+    Raises:
+        InputError: wrong options, no checkpoint at `model` or `source`, too little text.
+    """
+    _check_options(parts, tokens, seqlen, max_kl, min_top1)
+    stored = Stored.open(model)
+    origin = Checkpoint.open(source) if source else None
+    done: list[Part] = []
+    if "structure" in parts:
+        done.append(check_structure(stored, source=source, ple=ple, progress=progress))
+    if "numbers" in parts:
+        done.append(_numbers(stored, origin, progress))
+    if "quality" in parts:
+        if source is None:
+            done.append(Part("quality", [Check.skipped("quality", "needs --source")]))
+        elif not all(part.passed for part in done):
+            done.append(
+                Part("quality", [Check.skipped("quality", "left out because an earlier part failed")])
+            )
+        else:
+            done.append(
+                measure_quality(
+                    model,
+                    source,
+                    ple=ple,
+                    text=text,
+                    tokens=tokens,
+                    seqlen=seqlen,
+                    max_kl=max_kl,
+                    min_top1=min_top1,
+                    progress=progress,
+                )
+            )
+    return {
+        "schema": SCHEMA,
+        "q38": q38.__version__,
+        "versions": package_versions(),
+        "model": str(model),
+        "source": str(source) if source else None,
+        "passed": all(part.passed for part in done),
+        "parts": [part.to_dict() for part in done],
+    }
+
+
+def measure_quality(
+    model: Path,
+    source: Path,
+    *,
+    ple: Path | None = None,
+    text: str = "stdlib",
+    tokens: int = 4096,
+    seqlen: int = 256,
+    max_kl: float | None = None,
+    min_top1: float | None = None,
+    batch_size: int = 4,
+    progress: Progress = SILENT,
+) -> Part:
+    """Run source and model, one after the other, over the same held-out tokens and compare them."""
+    from q38.hf.hooks import qsa_shortcut
+    from q38.hf.load import load_tokenizer
+    from q38.measure.loading import holds_table, load_for_measuring
+    from q38.model.text import load_texts, pack_tokens
+
+    texts = load_texts(text, "held_out")
+    ids = pack_tokens(
+        texts.texts, load_tokenizer(model), length=seqlen, count=max(tokens // seqlen, 1), where=text
+    ).ids
+    with qsa_shortcut():
+        # The reference is the source with its own table, not with one that was split off it and rounded.
+        loaded = load_for_measuring(source, ple=None if holds_table(source) else ple)
+        reference = run_model(loaded, ids, batch_size=batch_size, label="source", progress=progress)
+        with other_experts(loaded) as change:
+            again = run_model(loaded, ids, batch_size=1, label="noise floor", progress=progress)
+        floor = compare(reference, again, ids)
+        del loaded, again  # the run keeps the output head only
+        gc.collect()
+        run = run_model(
+            load_for_measuring(model, ple=ple), ids, batch_size=batch_size, label="model", progress=progress
+        )
+    kind = f"the source against itself: experts {change}, batch size {batch_size} -> 1"
+    part = quality_part(
+        compare(reference, run, ids), floor, floor_kind=kind, max_kl=max_kl, min_top1=min_top1
+    )
+    part.data["text"] = {"source": text, "origin": texts.origin, "split": "held_out", "sha256": texts.sha256}
+    part.data["seqlen"] = seqlen
+    return part
+
+
+def _numbers(stored: Stored, origin: Checkpoint | None, progress: Progress) -> Part:
+    part = check_numbers(stored.checkpoint, origin, progress=progress)
+    manifest = read_manifest(stored.root)
+    if manifest is None:
+        part.checks.append(Check.skipped("shard hashes", "no MANIFEST.json"))
+    else:
+        part.checks.append(check_shards(stored.root, manifest, progress=progress))
+    return part
+
+
+def _check_options(
+    parts: Sequence[str], tokens: int, seqlen: int, max_kl: float | None, min_top1: float | None
+) -> None:
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown or not parts:
+        raise InputError(
+            f"unknown part '{unknown[0]}'" if unknown else "no part chosen",
+            where="--parts",
+            remedy=f"known: {', '.join(PARTS)}",
+        )
+    if seqlen < MIN_SEQLEN or tokens < seqlen:
+        raise InputError(
+            f"{tokens} tokens in sequences of {seqlen}",
+            where="--tokens, --seqlen",
+            remedy=f"sequences need at least {MIN_SEQLEN} tokens, and one of them must fit",
+        )
+    if max_kl is not None and not max_kl > 0:
+        raise InputError(f"{max_kl} is not positive", where="--max-kl", remedy="give nats, for example 0.1")
+    if min_top1 is not None and not 0 < min_top1 <= 1:
+        raise InputError(
+            f"{min_top1} is no share", where="--min-top1", remedy="give a share, for example 0.9"
+        )
