@@ -29,6 +29,13 @@ FreshFlag = Annotated[
 ]
 
 
+class InternalError(Q38Error):
+    """A fault of q38 itself (exit code 1)."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what, remedy="run again with --debug and report it")
+
+
 class Console:
     """Output of one verb. Results go to stdout, everything else to stderr."""
 
@@ -41,11 +48,13 @@ class Console:
         """The verb's JSON document; printed only with --json. Call once."""
         if self.json_mode:
             sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
+            sys.stdout.flush()  # a reader of a verb that goes on (serve) must not wait for the buffer
 
     def print(self, text: str = "") -> None:
         """A line for people; silent with --json."""
         if not self.json_mode:
             sys.stdout.write(text + "\n")
+            sys.stdout.flush()
 
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None
@@ -92,14 +101,18 @@ def session(*, json_mode: bool = False, debug: bool = False) -> Iterator[Console
         raise typer.Exit(130) from None
     except BrokenPipeError:
         raise typer.Exit(0) from None
+    except typer.Exit:
+        raise
     except Exception as error:  # noqa: BLE001
         # A fault of ours: keep it one line, and say how to see more.
         if debug:
             traceback.print_exc()
-        message = " ".join(str(error).split())[:300]
-        sys.stderr.write(
-            f"q38: internal error: {type(error).__name__}: {message}. Run again with --debug and report it.\n"
+        internal = InternalError(
+            f"internal error: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         )
+        if json_mode:
+            sys.stdout.write(json.dumps(internal.to_dict(), ensure_ascii=False) + "\n")
+        sys.stderr.write(f"q38: {internal}\n")
         raise typer.Exit(1) from None
     if console.exit_code:
         raise typer.Exit(console.exit_code)
@@ -151,7 +164,7 @@ class _LineTask:
             parts.append(f"of {amount(self.total)} ({min(self.count / self.total, 1):.0%})")
         if self.unit != "B":
             parts.append(self.unit)
-        if self.count:
+        if self.count and self.unit != "s":
             parts.append(f"{format_bytes(rate)}/s" if self.unit == "B" else f"{rate:.2f}/s")
         if last:
             parts.append(f"in {format_seconds(elapsed)}")

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Install q38 with its developer tools into .venv and run every check. Usage: scripts/test.sh [PYTEST ARGUMENTS]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/setup.sh quant,serve,dev
+ruff check q38 tests
+ruff format --check q38 tests
+mypy
+lint-imports
+python -m q38.cli.docs --check
+exec python -m pytest "$@"

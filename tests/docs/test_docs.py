@@ -1,0 +1,71 @@
+"""The documentation agrees with the program."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from q38.cli.docs import BEGIN, END, generated_parts, main, replace
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def test_no_generated_page_is_stale(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_every_verb_has_a_page_and_no_page_is_left_over() -> None:
+    assert {p for p in generated_parts() if p.parent.name == "verbs"} == set(
+        (ROOT / "docs" / "verbs").glob("*.md")
+    )
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "verbs").glob("*.md")), ids=lambda p: p.stem)
+def test_every_verb_page_tells_what_help_cannot(page: Path) -> None:
+    text = page.read_text("utf-8")
+    written = text[: text.index(BEGIN)] + text[text.index(END) :]
+    for heading in ("## Example", "## JSON", "## Exit codes"):
+        assert heading in written, f"{page.name} lacks {heading}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_commands_are_in_the_repository() -> None:
+    commands = re.findall(r"^    bash (\S+)$", (ROOT / "README.md").read_text("utf-8"), flags=re.MULTILINE)
+    assert commands == ["scripts/tiny.sh", "scripts/test.sh"]
+    assert all((ROOT / command).exists() for command in commands)
+
+
+def test_ci_runs_the_readme_test_command() -> None:
+    assert "scripts/test.sh" in (ROOT / ".ci" / "run").read_text("utf-8")
+
+
+def test_every_pip_call_pins_torch() -> None:
+    for file in [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run", *PAGES]:
+        for line in file.read_text("utf-8").splitlines():
+            if re.search(r"\bpip install\b(?! )|pip install .*[\w\]]", line) and "`pip install`" not in line:
+                assert "-c constraints/cpu.txt" in line, f"{file.name}: {line}"
+
+
+def test_hand_written_text_survives_a_rewrite() -> None:
+    page = f"# title\n\nbefore\n\n{BEGIN}\n\nold\n{END}\n\nafter\n"
+    new = replace(page, "new", title="x")
+    assert new == f"# title\n\nbefore\n\n{BEGIN}\n\nnew\n{END}\n\nafter\n"
+    assert replace(new, "new", title="x") == new
+
+
+def test_a_new_page_gets_a_title() -> None:
+    assert replace("", "rows", title="q38 new").startswith(f"# q38 new\n\n{BEGIN}")
+
+
+def test_every_folder_of_the_package_is_in_the_structure_page() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text("utf-8")
+    folders = [p.parent.name for p in (ROOT / "q38").glob("*/__init__.py")]
+    assert [f for f in folders if f"`{f}/`" not in text] == []
