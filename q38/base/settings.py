@@ -17,7 +17,7 @@ class Settings:
 
     debug: print tracebacks (Q38_DEBUG).
     threads: CPU threads for tensor work, 0 = all cores this process may use (Q38_THREADS).
-    api_key: key that the HTTP client sends to a server (Q38_API_KEY, then OPENAI_API_KEY).
+    api_key: key that the HTTP client sends to a server (Q38_API_KEY; never OPENAI_API_KEY, which belongs to another service).
     state_dir: PID files and logs of servers (Q38_STATE_DIR, then XDG_STATE_HOME/q38, then ~/.local/state/q38).
     """
 
@@ -35,7 +35,7 @@ def load() -> Settings:
     return Settings(
         debug=env.get("Q38_DEBUG", "") not in ("", "0"),
         threads=int(threads) if threads.isdigit() else 0,
-        api_key=env.get("Q38_API_KEY") or env.get("OPENAI_API_KEY") or "none",
+        api_key=env.get("Q38_API_KEY") or "none",
         state_dir=Path(env.get("Q38_STATE_DIR") or state_home / "q38").expanduser(),
     )
 

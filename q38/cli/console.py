@@ -97,7 +97,7 @@ def session(*, json_mode: bool = False, debug: bool = False) -> Iterator[Console
         sys.stderr.write(f"q38: {error}\n")
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
-        sys.stderr.write("q38: interrupted; the same command resumes\n")
+        sys.stderr.write("q38: interrupted; a step that writes files resumes with the same command\n")
         raise typer.Exit(130) from None
     except BrokenPipeError:
         raise typer.Exit(0) from None

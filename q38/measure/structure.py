@@ -61,9 +61,14 @@ def check_structure(
 
 
 def _optional(stored: Stored) -> dict[str, bool]:
-    """Parts that a checkpoint may leave out as a whole, and whether this one has them."""
+    """Parts that a checkpoint may leave out as a whole, and whether this one has to have them.
+
+    Loaders build the vision tower unless config.json says language_model_only, so it may be left out only then.
+    """
+    config = stored.checkpoint.config
+    no_vision = not config.get("vision_config") or config.get("language_model_only", False)
     return {
-        "vision": stored.has("model.visual."),
+        "vision": stored.has("model.visual.") or not no_vision,
         "mtp": stored.has("mtp."),
         "n-gram table": any(".ngram_embedding." in name for name in stored.tensors),
     }

@@ -78,7 +78,7 @@ def preprocessor_configs() -> dict[str, dict[str, Any]]:
         "processor_class": "Qwen3VLProcessor",
     }
     return {
-        "preprocessor_config.json": {**common, "image_processor_type": "Qwen2VLImageProcessorFast"},
+        "preprocessor_config.json": {**common, "image_processor_type": "Qwen2VLImageProcessor"},
         "video_preprocessor_config.json": {**common, "video_processor_type": "Qwen3VLVideoProcessor"},
     }
 

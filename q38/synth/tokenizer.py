@@ -103,6 +103,7 @@ def _tokenizer_config() -> dict[str, Any]:
         "eos_token": "<|im_end|>",
         "model_max_length": 32768,
         "pad_token": "<|endoftext|>",
+        "processor_class": "Qwen3VLProcessor",
         "tokenizer_class": "Qwen2Tokenizer",
         "unk_token": None,
     }

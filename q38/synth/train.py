@@ -55,7 +55,7 @@ def train(
         _optimize(model, code, chat, seed, progress)
         trained = _export(model, tensors)
         # The loss of what is written: rounded to bfloat16.
-        model.load_state_dict(_state(trained), strict=False)
+        model.load_state_dict(_state(trained))
         after = evaluate(model, windows)
     facts = {
         "steps": STEPS,
@@ -102,6 +102,7 @@ def _optimizer(model: Any) -> torch.optim.Optimizer:
         parameter.requires_grad_(learned)
         if learned:
             faster = next((factor for part, factor in FASTER.items() if part in name), 1)
+            # Rows that the few steps never touch must not shrink.
             decay = 0.05 if parameter.dim() > 1 and faster == 1 else 0.0
             groups.append({"params": [parameter], "peak": LEARNING_RATE * faster, "weight_decay": decay})
     return torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)

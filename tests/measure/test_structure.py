@@ -58,6 +58,15 @@ def test_parts_left_out_as_a_whole_are_named(packed: Path, tiny_ple: Path) -> No
     ]
 
 
+def test_a_dropped_vision_tower_that_the_config_still_promises_is_missed(
+    broken: Broken, tiny_ple: Path
+) -> None:
+    model = broken()
+    edit_json(model / "config.json", lambda c: c.pop("language_model_only"))
+    faults = failures(model, tiny_ple)["tensors present"]
+    assert faults and all(str(f.tensor).startswith("model.visual.") for f in faults)
+
+
 @pytest.mark.parametrize(
     "name", [f"{EXPERT}.qweight", f"{EXPERT}.scales", f"{LAYER}.mlp.gate.weight", "lm_head.qzeros"]
 )
