@@ -89,7 +89,7 @@ def leaves(path: str, command: Any) -> Iterator[tuple[str, Any]]:
 def row(param: Any, context: Any) -> str:
     """One line of the table, worded as `--help` words it."""
     spelled, meaning = param.get_help_record(context)
-    return f"| `{spelled}` | {_cell(meaning)} |"
+    return f"| `{_cell(spelled)}` | {_cell(meaning)} |"
 
 
 def recipe_part() -> str:

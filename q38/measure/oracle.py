@@ -35,6 +35,7 @@ Class = Literal["host", "kernel"]
 # changes the order of summation. REPORTED limits of earlier public work on this model.
 LIMITS: Mapping[Class, tuple[float, float | None]] = {"host": (0.01, 0.5), "kernel": (0.05, None)}
 REPEATS = 2
+SELF_CHECK_PROMPTS = 4
 
 
 def save(
@@ -83,7 +84,7 @@ def save(
         **identity.to_dict(),
         "engine": engine.describe(),
         "noise": _noise(runs),
-        "self_check": _self_check(engine, items, chosen.prompts, runs[0], progress),
+        "self_check": _self_check(engine, items, runs[0], progress),
         "scores": [
             {"id": item.id, "tokens": list(item.continuation), "logprobs": scores}
             for item, scores in zip(items, runs[0], strict=True)
@@ -237,13 +238,13 @@ def _noise(runs: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
 def _self_check(
     engine: Engine,
     items: Sequence[Item],
-    prompts: Sequence[Prompt],
     scores: Sequence[Sequence[float]],
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Two faults put in on purpose; each must fail the strictest class. The long prompt is left out for time."""
-    short = [i for i, prompt in enumerate(prompts) if prompt.kind != "long"] or list(range(len(items)))
-    before, chosen = [scores[i] for i in short], [items[i] for i in short]
+    """Two faults put in on purpose; each must fail the strictest class, on the shortest prompts alone."""
+    by_length = sorted(range(len(items)), key=lambda i: len(items[i].prompt) + len(items[i].continuation))
+    chosen = [items[i] for i in by_length[:SELF_CHECK_PROMPTS]]
+    before = [scores[i] for i in by_length[:SELF_CHECK_PROMPTS]]
     limits = _limits("host", None, None)
     turned = [Item(item.id, item.prompt[::-1], item.continuation) for item in chosen]
     found = [("input", "prompt tokens in reverse order", engine.score(turned, progress=progress))]

@@ -71,6 +71,7 @@ def ask(url: str, serve: Serve) -> dict[str, Any]:
 
 
 def _curl(url: str, serve: Serve) -> str:
-    body = {"messages": [{"role": "user", "content": serve.question}], "max_tokens": serve.max_tokens}
+    message = {"role": "user", "content": serve.question}
+    body = {"messages": [message], "max_tokens": serve.max_tokens, "temperature": 0}
     words = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
     return shlex.join([*words, "-d", json.dumps(body, ensure_ascii=False)])

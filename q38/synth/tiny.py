@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 SHARD_BYTES = 4 * 2**20
-_EVERY = 4  # of the local sources, every fourth file teaches tokenizer and model
+_EVERY = 4  # where a part of the local sources is enough, every fourth file
 _SMALL_FILES = 2**20  # more than config, tokenizer and index take together
 
 
@@ -53,6 +53,8 @@ def synth_tiny(
 ) -> dict[str, Any]:
     """Write the checkpoint. The same options on the same machine give the same bytes.
 
+    A killed run goes on with the same call; a kill during the training begins it anew.
+
     Args:
         out: a new or empty directory.
         fp8: the FP8 release layout instead of bf16.
@@ -72,17 +74,20 @@ def synth_tiny(
         raise InputError(f"seed {seed} is negative", where="--seed", remedy="give 0 or more")
     config = tiny_config(layers=layers, fp8=fp8)
     text = load_texts("stdlib", "train")
-    texts = text.texts[::_EVERY]
-    identity = {"layers": layers, "fp8": fp8, "trained": trained, "seed": seed, "text_sha256": text.sha256}
+    identity = {"config": config, "seed": seed, "text": text.sha256, "trained": trained}
+    if trained:
+        from q38.synth.train import schedule
+
+        identity["training"] = schedule()
     with Job(out, "synth tiny", identity, fresh=fresh) as job:
         if job.up_to_date:
             return dict(read_json(out / MANIFEST)["result"])
         require_free_space(out, plan_tiny(fp8=fp8, layers=layers)["tensor_bytes"] + _SMALL_FILES)
-        _write_small_files(job, config, texts)
+        _write_small_files(job, config, text.texts)
         tensors = {s.name: initial_tensor(s, config, seed) for s in source_tensors(config)}
         training = None
         if trained:
-            tensors, training = _train(job, tensors, config, texts, seed, progress)
+            tensors, training = _train(job, tensors, config, text.texts, seed, progress)
         if fp8:
             tensors = fp8_layout(tensors)
         result = _write_shards(job, tensors, progress) | {"training": training}
@@ -99,7 +104,7 @@ def _write_small_files(job: Job, config: dict[str, Any], texts: list[str]) -> No
         **preprocessor_configs(),
     }
     files = {name: write_json(job.out / name, value) for name, value in values.items()}
-    for name, content in tokenizer_files(texts).items():
+    for name, content in tokenizer_files(texts[::_EVERY]).items():
         with atomic_file(job.out / name) as f:
             f.write(content.encode())
         files[name] = f.record()
@@ -123,7 +128,7 @@ def _train(
     if "train" not in job.done:
         streams = {
             "code": _stream(job.out, texts),
-            "chat": _stream(job.out, chat_texts(texts)),
+            "chat": _stream(job.out, chat_texts(texts[::_EVERY])),
             "held_out": _stream(job.out, load_texts("stdlib", "held_out").texts[::_EVERY]),
         }
         trained, facts = train(tensors, config, **streams, seed=seed, progress=progress)

@@ -26,6 +26,18 @@ ROUTER_BALANCE = 0.01  # weight of the load-balancing loss; without it most expe
 EVALUATED, EVALUATED_LENGTH = 32, 128  # held-out sequences
 
 
+def schedule() -> dict[str, Any]:
+    """What the trained weights depend on beside data and seed."""
+    return {
+        "steps": STEPS,
+        "length": LENGTH,
+        "rows": [CODE_ROWS, CHAT_ROWS],
+        "learning_rate": LEARNING_RATE,
+        "faster": FASTER,
+        "threads": THREADS,
+    }
+
+
 def train(
     tensors: Mapping[str, torch.Tensor],
     config: Mapping[str, Any],
@@ -83,7 +95,7 @@ def _optimize(model: Any, code: torch.Tensor, chat: torch.Tensor, seed: int, pro
     with progress.task("train", STEPS, "steps") as task:
         for step in range(STEPS):
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * _schedule(step)
+                group["lr"] = group["peak"] * _factor(step)
             rows = [*_windows(code, CODE_ROWS, generator), *_windows(chat, CHAT_ROWS, generator)]
             batch = torch.stack(rows)  # [sequences, LENGTH]
             loss = model(input_ids=batch, labels=batch, output_router_logits=True, use_cache=False).loss
@@ -113,7 +125,7 @@ def _windows(stream: torch.Tensor, count: int, generator: torch.Generator) -> li
     return [stream[s : s + LENGTH] for s in starts]
 
 
-def _schedule(step: int) -> float:
+def _factor(step: int) -> float:
     """Warm-up, then a straight line down to a twentieth."""
     return min(1.0, (step + 1) / WARM_UP) * (1 - 0.95 * step / STEPS)
 
