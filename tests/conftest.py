@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from q38.base.settings import export
-
-from q38.base.settings import calm_threads
+from q38.base.settings import calm_threads, export
 
 calm_threads()  # before any test imports torch
 

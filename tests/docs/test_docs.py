@@ -50,6 +50,8 @@ def test_ci_runs_the_readme_test_command() -> None:
 def test_every_pip_call_pins_torch() -> None:
     for file in [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run", *PAGES]:
         for line in file.read_text("utf-8").splitlines():
+            if "remedy: " in line:
+                continue  # output of q38 doctor, pasted
             if re.search(r"\bpip install\b(?! )|pip install .*[\w\]]", line) and "`pip install`" not in line:
                 assert "-c constraints/cpu.txt" in line, f"{file.name}: {line}"
 
@@ -68,4 +70,4 @@ def test_a_new_page_gets_a_title() -> None:
 def test_every_folder_of_the_package_is_in_the_structure_page() -> None:
     text = (ROOT / "docs" / "structure.md").read_text("utf-8")
     folders = [p.parent.name for p in (ROOT / "q38").glob("*/__init__.py")]
-    assert [f for f in folders if f"`{f}/`" not in text] == []
+    assert [f for f in folders if f"`q38/{f}/`" not in text] == []
