@@ -50,8 +50,8 @@ def test_ci_runs_the_readme_test_command() -> None:
 def test_every_pip_call_pins_torch() -> None:
     for file in [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run", *PAGES]:
         for line in file.read_text("utf-8").splitlines():
-            if "remedy: " in line:
-                continue  # output of q38 doctor, pasted
+            if re.match(r"\s+(remedy|q38): ", line):
+                continue  # output of a verb, pasted
             if re.search(r"\bpip install\b(?! )|pip install .*[\w\]]", line) and "`pip install`" not in line:
                 assert "-c constraints/cpu.txt" in line, f"{file.name}: {line}"
 
