@@ -87,5 +87,5 @@ def _scale(largest: torch.Tensor) -> torch.Tensor:
 def _e4m3(values: torch.Tensor) -> torch.Tensor:
     import torch
 
-    # A CUDA cast turns what is beyond 448 into NaN, a CPU cast saturates: clamp, so that both agree.
+    # Rounding the scale can push the largest value beyond 448, which some builds of torch cast to NaN.
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -405,6 +405,22 @@ def test_a_source_changed_between_two_runs_is_refused(
         requant_int8(model, tmp_path / "out", source=tmp_path / "source", recipe=recipe())
 
 
+def test_a_resumed_run_rounds_no_matrix_twice(
+    result: tuple[Path, dict[str, Any]],
+    model: Path,
+    tiny_source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write_shards", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            requant_int8(model, tmp_path / "out", source=tiny_source, recipe=recipe())
+    monkeypatch.setattr(module, "_round_matrix", lambda *_, **__: pytest.fail("rounded a second time"))
+    requant_int8(model, tmp_path / "out", source=tiny_source, recipe=recipe())
+    assert digests(tmp_path / "out") == digests(result[0])
+
+
 @pytest.fixture
 def command(model: Path, tiny_source: Path, tmp_path: Path) -> list[str]:
     (tmp_path / "recipe.yaml").write_text(json.dumps(BASE))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 
@@ -27,6 +27,8 @@ def plain(tiny_source: Path) -> Any:
     return Tokenizer.from_file(str(tiny_source / "tokenizer.json"))
 
 
+@example("e\u0301")  # the normalizer joins them
+@example("12345 don't  x\n\n y हिन्दी")
 @given(st.text(alphabet=st.characters(blacklist_categories=["Cs"]), max_size=60))
 def test_transformers_and_tokenizers_agree(tokenizer: Any, plain: Any, text: str) -> None:
     assert tokenizer(text).input_ids == plain.encode(text).ids
