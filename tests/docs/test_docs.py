@@ -56,6 +56,17 @@ def test_every_pip_call_pins_torch() -> None:
                 assert "-c constraints/cpu.txt" in line, f"{file.name}: {line}"
 
 
+def test_a_stale_page_is_named_and_written_only_without_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("q38.cli.docs.DOCS", tmp_path)
+    assert main(["--check"]) == 1
+    assert "run.md: is stale" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main([]) == 0
+    assert main(["--check"]) == 0
+
+
 def test_hand_written_text_survives_a_rewrite() -> None:
     page = f"# title\n\nbefore\n\n{BEGIN}\n\nold\n{END}\n\nafter\n"
     new = replace(page, "new", title="x")
