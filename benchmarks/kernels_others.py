@@ -1,7 +1,7 @@
 # ruff: noqa: B023, BLE001, T201  (a script; every call runs within its iteration)
 """Correctness and speed of the prefill, INT8, KV and row-moving kernels at real size.
 
-python benchmarks/kernels_others.py [prefill] [int8] [kv] [rows]
+python benchmarks/kernels_others.py [prefill] [sort] [int8] [kv] [rows]
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from q38.kernels import kv_cache, kv_formats, reference
-from q38.kernels.gemv_int8 import GemvInt8, Int8Config
+from q38.kernels.gemv_int8 import GemvInt8
 from q38.kernels.moe_prefill import PrefillConfig, moe_prefill
+from q38.kernels.moe_prefill_cuda import HopperConfig, MmaConfig
+from q38.kernels.moe_sort import sort_slots, sort_slots_torch
 from q38.kernels.row_mover import RowMover, gather_addresses
 from q38.kernels.samples import random_rows, row_addresses, uniform_routing
 from q38.kernels.timing import copy_rate, event_time, graph_time, link_rate, matmul_rate
@@ -23,6 +25,11 @@ from q38.residency.layout import ExpertLayout
 
 HIDDEN, INTER, EXPERTS, TOP_K = 2560, 640, 512, 10
 T0 = time.monotonic()
+PREFILL = (
+    ("blocks of 64", HopperConfig(64, 2, 2, 1, 2, 4)), ("64, 3 stages", HopperConfig(64, 2, 2, 1, 2, 3)),
+    ("blocks of 80", HopperConfig(80, 2, 2, 1, 2, 3)), ("blocks of 96", HopperConfig(96, 2, 2, 1, 2, 3)),
+    ("mma", MmaConfig()), ("triton", PrefillConfig()),
+)  # fmt: skip
 
 
 def log(*parts: object) -> None:
@@ -46,10 +53,10 @@ def prefill() -> None:
             "relative error",
             f"{reference.relative_error(out, exact):.2e}",
             "same bits",
-            torch.equal(out, moe_prefill(x, table, ids, weights, layout)),
+            torch.equal(out, moe_prefill(x, table, ids, weights, layout, backend=backend)),
         )
     x = torch.randn(64, HIDDEN, device="cuda").bfloat16()
-    for stages in (1, 2, 3):  # the Triton backend was seen to change bits from call to call on sm_90
+    for stages in (1, 2, 3):
         config = PrefillConfig(stages=stages)
         outs = [moe_prefill(x, table, ids, weights, layout, config=config) for _ in range(20)]
         same = all(torch.equal(o, outs[0]) for o in outs)
@@ -59,12 +66,21 @@ def prefill() -> None:
         x = torch.randn(m, HIDDEN, device="cuda").bfloat16()
         work = 2 * m * TOP_K * 3 * HIDDEN * INTER
         line = []
-        for backend in ("cuda", "triton"):
+        for name, config in PREFILL:
             s = graph_time(
-                [lambda: moe_prefill(x, table, ids, weights, layout, backend=backend)] * 3, replays=5
+                [lambda: moe_prefill(x, table, ids, weights, layout, config=config)] * 3, replays=5
             )
-            line.append(f"{backend} {s * 1e6:.0f} us {work / s / 1e12:.0f} TFLOP/s ({work / s / rate:.2f})")
+            line.append(f"{name} {s * 1e6:.0f} us {work / s / 1e12:.0f} TFLOP/s ({work / s / rate:.2f})")
         log(f"prefill M={m}", *line)
+
+
+def sort() -> None:
+    for m in (300, 4096, 16384):
+        ids, _ = uniform_routing(m, EXPERTS, TOP_K)
+        ours, torch_sort = (
+            graph_time([lambda: f(ids, EXPERTS, 64)] * 3) * 1e6 for f in (sort_slots, sort_slots_torch)
+        )
+        log(f"sort M={m}: {ours:.1f} us; torch operations {torch_sort:.1f} us")
 
 
 def int8() -> None:
@@ -79,22 +95,16 @@ def int8() -> None:
         dense = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(count)]
         for m in (1, 16):
             x = torch.randn(m, k, device="cuda").bfloat16()
-            best = None
-            for c in INT8:
-                try:
-                    calls = [GemvInt8(w, s, config=Int8Config(*c)) for w, s in zip(mats, scales, strict=True)]
-                    s = graph_time([lambda g=g: g(x) for g in calls], replays=5)
-                except Exception as error:
-                    log("int8", c, str(error).splitlines()[0][:80])
-                    continue
-                if best is None or s < best[0]:
-                    best = (s, c)
-            s, c = best
-            g = GemvInt8(mats[0], scales[0], config=Int8Config(*c))
+            calls = [GemvInt8(w, s) for w, s in zip(mats, scales, strict=True)]
+            s = graph_time([lambda g=g: g(x) for g in calls], replays=5)
+            c = calls[0].config
+            old = [GemvInt8(w, s, backend="triton") for w, s in zip(mats, scales, strict=True)]
+            slow = graph_time([lambda g=g: g(x) for g in old], replays=5)
+            g = calls[0]
             error = reference.relative_error(g(x), reference.gemv_int8(x, mats[0], scales[0]))
             t = graph_time([lambda d=d: torch.nn.functional.linear(x, d) for d in dense], replays=5)
             log(
-                f"int8 {k}x{n} M={m}: best {c} {s * 1e6:.2f} us {k * n / s / 1e9:.0f} GB/s ({k * n / s / copy * 1:.2f} of copy); bf16 torch {t * 1e6:.2f} us; error {error:.1e}; same bits {torch.equal(g(x), g(x))}"
+                f"int8 {k}x{n} M={m}: {c} {s * 1e6:.2f} us {k * n / s / 1e9:.0f} GB/s ({k * n / s / copy * 1:.2f} of copy); Triton {slow * 1e6:.2f} us; bf16 torch {t * 1e6:.2f} us; error {error:.1e}; same bits {torch.equal(g(x), g(x))}"
             )
 
 
@@ -117,14 +127,13 @@ def kv() -> None:
         for n, contiguous in ((2051, False), (131072, True), (131072, False)):
             s = torch.arange(n, device="cuda") if contiguous else torch.randperm(pool, device="cuda")[:n]
             out = torch.empty(n, heads, dim, device="cuda", dtype=torch.bfloat16)
-            for block, warps in ((4, 1), (8, 2), (8, 4), (16, 4), (32, 8)):
+            for backend in ("cuda", "triton"):
                 t = graph_time(
-                    [lambda: kv_cache.gather_rows(s, payload, scales, fmt, out, block=block, warps=warps)]
-                    * 12
+                    [lambda: kv_cache.gather_rows(s, payload, scales, fmt, out, backend=backend)] * 12
                 )
                 moved = n * (per + heads * dim * 2)
                 log(
-                    f"kv {fmt.name} gather n={n} contiguous={contiguous} block={block},{warps}: {t * 1e6:.2f} us {moved / t / 1e9:.0f} GB/s ({moved / t / copy:.2f} of copy)"
+                    f"kv {fmt.name} gather n={n} contiguous={contiguous} {backend}: {t * 1e6:.2f} us {moved / t / 1e9:.0f} GB/s ({moved / t / copy:.2f} of copy)"
                 )
     tiers = kv_cache.KvTiers(pool, heads, dim, 8192)
     slots = torch.randperm(pool, device="cuda")[:4096]
@@ -180,10 +189,9 @@ def rows() -> None:
         )
 
 
-INT8 = [(32, 32, 20, 2), (32, 32, 40, 2), (16, 32, 40, 1), (32, 64, 40, 4), (64, 32, 20, 4), (16, 64, 20, 2)]
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for name in sys.argv[1:] or ("prefill", "int8", "kv", "rows"):
+    for name in sys.argv[1:] or ("prefill", "sort", "int8", "kv", "rows"):
         try:
             globals()[name]()
         except Exception as error:

@@ -28,6 +28,6 @@ for r in result["results"]:
     print(f"{r['kernel']:8} {r['case']:48} {r['tokens']:7} {r['us']:10.2f} us {r['rate'] / (1e9 if r['unit'] == 'B' else 1e12):9.1f} {r['fraction']:.2f}")
 PY
 for tool in "memcheck --report-api-errors no" racecheck; do
-  timeout 40 compute-sanitizer --tool $tool python3 benchmarks/kernels_profile.py "4" >> "$out/sanitizer.txt" 2>&1
-  echo "$tool: $(grep 'ERROR SUMMARY\|RACECHECK SUMMARY' "$out/sanitizer.txt" | tail -1)"
+  timeout 60 compute-sanitizer --tool $tool python3 benchmarks/kernels_profile.py "1 4 16" >> "$out/sanitizer.txt" 2>&1
+  echo "$tool: $(grep -a 'ERROR SUMMARY\|RACECHECK SUMMARY' "$out/sanitizer.txt" | tail -1)"
 done

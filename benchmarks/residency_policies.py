@@ -1,6 +1,7 @@
 """Residency policies on synthetic traces with the published skew: the table of docs/residency.md.
 
     python benchmarks/residency_policies.py [--resident 184] [--link 51GB] [--tokens 2496]
+    python benchmarks/residency_policies.py --lengths      # what a longer profile is worth on tokens it has not seen
 
 Sizes come from the model's config.json; traces are seeded, so the same command prints the same table.
 """
@@ -17,11 +18,29 @@ import numpy as np
 from q38.base.units import parse_bytes
 from q38.model.shape import ModelShape
 from q38.residency.layout import ExpertLayout
+from q38.residency.placement import coverage, equal_placement
+from q38.residency.profile import Profile
 from q38.residency.simulate import Settings, simulate
 from q38.residency.synthetic import synthetic_trace
 from q38.residency.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def coverage_by_length(sizes: dict[str, int], resident: int, tokens: int) -> None:
+    """Coverage of equal S by profiles of half, one, two and three times `tokens`, on themselves and held out."""
+    longest = 3 * tokens
+    seen, unseen = synthetic_trace(2 * longest, **sizes).split(longest)
+    tested = Profile.of_trace(unseen)
+    out = sys.stdout
+    out.write("| tokens of the profile | covered of itself | covered of the next tokens |\n|---|---|---|\n")
+    for length in (tokens // 2, tokens, 2 * tokens, longest):
+        profile = Profile.of_trace(seen.split(length)[0])
+        mask = equal_placement(profile, resident)
+        own, held_out = (coverage(mask, part).selections for part in (profile, tested))
+        out.write(f"| {length:,} | {own:.3f} | {held_out:.3f} |\n")
+    best = coverage(equal_placement(tested, resident), tested).selections
+    out.write(f"| (the {longest:,} next tokens themselves) | {best:.3f} | |\n")
 
 
 def main() -> None:
@@ -32,12 +51,16 @@ def main() -> None:
     parser.add_argument("--resident", type=int, default=184)
     parser.add_argument("--link", default="51GB")
     parser.add_argument("--tokens", type=int, default=2496)
+    parser.add_argument("--lengths", action="store_true")
     arguments = parser.parse_args()
     shape = ModelShape.from_config(json.loads(arguments.config.read_text()))
     settings = Settings(
         arguments.resident, ExpertLayout.from_shape(shape).row_bytes, link_rate=parse_bytes(arguments.link)
     )
     sizes = {"layers": shape.num_layers, "experts": shape.num_experts, "top_k": shape.num_experts_per_tok}
+    if arguments.lengths:
+        coverage_by_length(sizes, arguments.resident, arguments.tokens)
+        return
     n = arguments.tokens // 2
 
     def join(first: Trace, second: Trace) -> Trace:

@@ -39,6 +39,29 @@ def build_placement(
         Path | None,
         typer.Option(help="Also write every selection to this trace file (safetensors).", show_default=False),
     ] = None,
+    recorded: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            help="Make the profile of recorded routing instead of running the model; may be given several times: a trace or "
+            "profile of this command, a folder or file of dumped (ids, weights), or an old .pt with count and mass.",
+            show_default=False,
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="Shares of the --from files, separated by commas; default: by their tokens.",
+            show_default=False,
+        ),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            help="Record what a running SGLang server chooses while it generates; start it with --enable-return-routed-experts.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: DryRunFlag = False,
     fresh: FreshFlag = False,
     json: JsonFlag = False,
@@ -46,7 +69,7 @@ def build_placement(
 ) -> None:
     """Count which experts each layer selects and their gate mass, and report what S resident experts cover.
 
-    Runs on the CPU through transformers. Coverage is measured on held-out text: one half of the
+    Runs on the CPU through transformers, unless --from or --server says where the routing comes from. Coverage is measured on held-out text: one half of the
     sequences chooses the experts, the other half tests them. A profile of another model or text is
     replaced only with --fresh.
     """
@@ -54,6 +77,7 @@ def build_placement(
         from q38.base.errors import InputError
         from q38.measure.placement import build_placement as run
         from q38.measure.placement import plan_placement
+        from q38.measure.placement_sources import import_placement, record_server
 
         try:
             sizes = [int(part) for part in resident.split(",")] if resident else None
@@ -61,36 +85,51 @@ def build_placement(
             raise InputError(
                 f"'{resident}' is not a list of numbers", where="--resident", remedy="write 128,184"
             ) from None
-        if dry_run:
-            plan = plan_placement(model, out, text=text, tokens=tokens, seqlen=seqlen, fresh=fresh)
-            console.emit(plan)
-            state = (
-                "is up to date" if plan["up_to_date"] else f"would be written: {format_bytes(plan['bytes'])}"
+        if (recorded and server) or (weights and not recorded) or (recorded and trace):
+            raise InputError(
+                "these options exclude each other",
+                where="--from, --weights, --server, --trace",
+                remedy="give --from with or without --weights, or --server, or neither; --trace not with --from",
             )
-            console.print(f"{out} {state}, {plan['tokens']:,} tokens traced")
-            return
-        result = run(
-            model,
-            out,
-            ple=ple,
-            text=text,
-            tokens=tokens,
-            seqlen=seqlen,
-            sizes=sizes,
-            trace=trace,
-            fresh=fresh,
-            progress=console.progress,
-        )
+        try:
+            shares = [float(part) for part in weights.split(",")] if weights else None
+        except ValueError:
+            raise InputError(
+                f"'{weights}' is not a list of numbers", where="--weights", remedy="write 2,1"
+            ) from None
+        if recorded:
+            result = import_placement(
+                model, out, recorded, weights=shares, sizes=sizes, fresh=fresh, dry_run=dry_run
+            )
+        elif server:
+            result = record_server(
+                model, out, server, text=text, tokens=tokens, seqlen=seqlen, sizes=sizes, trace=trace, fresh=fresh,
+                dry_run=dry_run, progress=console.progress,
+            )  # fmt: skip
+        elif dry_run:
+            result = plan_placement(model, out, text=text, tokens=tokens, seqlen=seqlen, fresh=fresh)
+        else:
+            result = run(
+                model, out, ple=ple, text=text, tokens=tokens, seqlen=seqlen, sizes=sizes, trace=trace, fresh=fresh,
+                progress=console.progress,
+            )  # fmt: skip
         console.emit(result)
+        if dry_run:
+            size = format_bytes(result["bytes"])
+            state = "is up to date" if result["up_to_date"] else f"would be written: {size}"
+            console.print(f"{out} {state}, {result['tokens']:,} tokens traced")
+            return
         console.table(
-            ["S", "even routing", "same half", "held out, equal S", "held out, by layer", "gate mass", "smallest", "largest"],
+            ["S", "even routing", "same half", "held out, equal S", "held out, by layer", "gate mass", "smallest", "largest",
+             "host/token"],
             [
-                [row["resident"], row["even"], row["built"]["selections"], row["equal"]["selections"],
-                 row["budgets"]["selections"], row["equal"]["mass"], row["smallest"], row["largest"]]
+                [row["resident"], row["even"], row["built"]["selections"], row["equal"] and row["equal"]["selections"],
+                 row["budgets"] and row["budgets"]["selections"], (row["equal"] or row["built"])["mass"], row["smallest"],
+                 row["largest"], format_bytes(row["host_bytes"])]
                 for row in result["coverage"]
             ],
             title=f"share of selections covered by S experts per layer of {result['experts']}; gate mass held out, "
-            "equal S; slots of a layer when they follow the marginal gain",
+            "equal S; slots of a layer when they follow the marginal gain; bytes of expert rows read from the host",
         )  # fmt: skip
         console.print(
             f"{out}: {result['tokens']:,} tokens, {result['layers']} layers of {result['experts']} experts, "

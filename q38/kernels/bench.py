@@ -140,7 +140,7 @@ def _decode(w: Workload, limits: dict[str, float], tuned: Tuned | None, rest: An
 
 
 def _prefill(w: Workload, limits: dict[str, float], tuned: Tuned | None, rest: Any) -> Iterator[Measurement]:
-    from q38.kernels.moe_prefill import PrefillConfig, moe_prefill
+    from q38.kernels.moe_prefill import PrefillConfig, config_of, moe_prefill
     from q38.kernels.samples import random_rows, row_addresses, uniform_routing
     from q38.kernels.timing import graph_time
 
@@ -150,11 +150,11 @@ def _prefill(w: Workload, limits: dict[str, float], tuned: Tuned | None, rest: A
     table = row_addresses(rows).cuda()
     for tokens in PREFILL_TOKENS:
         entry = tuned.find("prefill", w.moe_shape, tokens) if tuned else None
-        config = PrefillConfig(**entry.config) if entry else None
+        config = config_of(entry.config) if entry else None
         ids, weights = uniform_routing(tokens, w.experts, w.top_k)
         x = torch.randn(tokens, layout.hidden, device="cuda").bfloat16()
         operations = 6 * tokens * w.top_k * layout.hidden * layout.intermediate
-        for name, tile in (("best", None), ("Triton", config or PrefillConfig())):
+        for name, tile in (("best", config), ("Triton", PrefillConfig())):
             call = partial(moe_prefill, x, table, ids, weights, layout, config=tile)
             s = graph_time([call] * 3, replays=5)
             case = f"device rows, {name} backend"

@@ -1,93 +1,74 @@
-"""INT8 matrix times at most 16 vectors, for wide and short matrices (hyper-connections, routers), in Triton.
+"""INT8 matrix times at most 16 vectors, for wide and short matrices (hyper-connections, routers).
+
+CUDA where NVRTC is there and the sizes fit (gemv_int8.cu), else Triton (gemv_int8_triton.py).
 
 The matrix is packed as AutoRound packs 8 bits: word kw of column n holds inputs 4 kw .. 4 kw + 3, a
-weight is (code - 128) * scale, scales signed, one per group of inputs and column. The input dimension
-is split over programs so that a narrow matrix fills the card; the last program of a column block adds
-the parts in a fixed order, so equal inputs give equal bits.
+weight is (code - 128) * scale, scales signed, one per group of inputs and column. The CUDA kernel multiplies
+exact codes and scales the fp32 sum of each group. Equal inputs give equal bits, and a token's bits do not
+depend on the tokens beside it.
 Reference: q38.kernels.reference.gemv_int8.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
-import triton
-import triton.language as tl
 
-from q38.base.errors import InputError
+from q38.base.errors import InputError, ResourceError
+from q38.kernels import nvrtc
+from q38.kernels.gemv_int8_triton import MAX_TOKENS, TritonGemv, TritonInt8Config
 
-MAX_TOKENS = 16
+COLUMNS = 32  # of one block, as in the source
+SOURCE = Path(__file__).with_name("gemv_int8.cu")
+Backend = Literal["auto", "cuda", "triton"]
 
 
 @dataclass(frozen=True)
 class Int8Config:
-    """Columns of a program, word rows a step, parts of the input dimension, warps."""
+    """Launch geometry of the CUDA kernel.
 
-    block_n: int = 32
-    block_k: int = 64
-    split: int = 40
-    warps: int = 4
+    warps: of a block, at most 20 (their sums fit in 48 KiB).
+    split: blocks that share the inputs of 32 columns.
+    """
+
+    warps: int = 8
+    split: int = 1
 
 
-@triton.jit(do_not_specialize=["m"])
-def _gemv(
-    x, words, scales, out, partial, tickets, m,
-    K: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    WORDS: tl.constexpr = K // 4
-    STEPS: tl.constexpr = (WORDS + BK - 1) // BK
-    PER: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
-    dtype: tl.constexpr = x.dtype.element_ty
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    part = tl.program_id(1)
-    row = tl.arange(0, BM)
-    live_n = n < N
-    live_m = row < m
-    total = tl.zeros([BM, BN], tl.float32)
-    for step in range(PER):
-        kw = (part * PER + step) * BK + tl.arange(0, BK)
-        live_k = kw < WORDS
-        live = live_k[:, None] & live_n[None, :]
-        w = tl.load(words + kw[:, None] * N + n[None, :], mask=live, other=0)  # [BK, BN]
-        s = tl.load(scales + (kw * 4 // GROUP)[:, None] * N + n[None, :], mask=live, other=0.0).to(tl.float32)
-        for i in tl.static_range(4):
-            xi = tl.load(
-                x + row[:, None] * K + kw[None, :] * 4 + i, mask=live_m[:, None] & live_k[None, :], other=0.0
-            )
-            code = (((w >> (8 * i)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
-            total = tl.dot(xi, (code * s).to(dtype), total)
-    at = row[:, None] * N + n[None, :]
-    live = live_m[:, None] & live_n[None, :]
-    if SPLIT == 1:
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=live)
-    else:
-        tl.store(partial + part * BM * N + at, total, mask=live)
-        tl.debug_barrier()  # all stores of the program come before its ticket
-        ticket = tl.atomic_add(tickets + tl.program_id(0), 1, sem="acq_rel")
-        if ticket == SPLIT - 1:
-            total = tl.zeros([BM, BN], tl.float32)
-            for p in range(SPLIT):
-                total += tl.load(partial + p * BM * N + at, mask=live, other=0.0, cache_modifier=".cg")
-            tl.store(out + at, total.to(out.dtype.element_ty), mask=live)
-            tl.store(tickets + tl.program_id(0), 0)
+def default_config(k: int, n: int, group: int) -> Int8Config:
+    """A geometry that suits any card: a group a warp; a long input is shared by blocks when the matrix is narrow."""
+    groups = k // group
+    if groups <= 20:
+        return Int8Config(groups, 1)
+    return Int8Config(8, max(1, min(-(-groups // 8), 320 * COLUMNS // n)))
 
 
 class GemvInt8:
     """x @ dequantize(words, scales) for one matrix; scratch is made once, so calls can be captured.
 
+    A kernel is compiled at the first call with up to 8 tokens and with more: call once before capturing.
+
     Args:
         words: int32 [K / 4, N], contiguous.
         scales: float16 or bfloat16 [K / group, N], contiguous.
-        config: launch geometry.
+        config: geometry; that of the Triton kernel makes "auto" take Triton. Absent: default_config.
+        backend: "auto" takes CUDA where it can run these sizes.
 
     Raises:
         InputError: shapes that do not belong together.
+        ResourceError: the CUDA backend was asked for and cannot run here.
     """
 
     def __init__(
-        self, words: torch.Tensor, scales: torch.Tensor, *, config: Int8Config | None = None
+        self,
+        words: torch.Tensor,
+        scales: torch.Tensor,
+        *,
+        config: Int8Config | TritonInt8Config | None = None,
+        backend: Backend = "auto",
     ) -> None:
         k, n = words.shape[0] * 4, words.shape[1]
         if (
@@ -103,17 +84,24 @@ class GemvInt8:
             )
         self.words, self.scales, self.k, self.n = words, scales, k, n
         self.group = k // scales.shape[0]
-        c = config or Int8Config()
-        self.config = c
-        self.split = max(1, min(c.split, triton.cdiv(k // 4, c.block_k)))
-        self.partial = torch.empty(self.split * MAX_TOKENS * n, dtype=torch.float32, device=words.device)
-        self.tickets = torch.zeros(triton.cdiv(n, c.block_n), dtype=torch.int32, device=words.device)
+        triton = config if isinstance(config, TritonInt8Config) else None
+        self.config = config if isinstance(config, Int8Config) else default_config(k, n, self.group)
+        reason = unsupported(n, self.group) or (
+            "no CUDA device" if words.device.type != "cuda" else nvrtc.available()
+        )
+        if backend == "cuda" and reason:
+            raise ResourceError(reason, where="INT8 GEMV", remedy="use the Triton backend")
+        self.backend = "triton" if triton or backend == "triton" or reason else "cuda"
+        if self.backend == "triton":
+            self._triton = TritonGemv(words, scales, triton or TritonInt8Config())
+        else:
+            rows = self.config.split * MAX_TOKENS if self.config.split > 1 else 1
+            self._partial = torch.empty(rows, n, dtype=torch.float32, device=words.device)
+            self._tickets = torch.zeros(n // COLUMNS, dtype=torch.int32, device=words.device)
+            self._dependent = torch.cuda.get_device_capability(words.device)[0] >= 9
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x [M, K] float16 or bfloat16, M at most 16 -> [M, N] of x's dtype.
-
-        The weight (code - 128) * scale is rounded to x's dtype, as a 16-bit copy of the matrix would be.
-        """
+        """x [M, K] float16 or bfloat16, M at most 16 -> [M, N] of x's dtype."""
         if x.ndim != 2 or x.shape[1] != self.k or not 1 <= x.shape[0] <= MAX_TOKENS or not x.is_contiguous():
             raise InputError(
                 f"x is {list(x.shape)}, the matrix takes {self.k} inputs and at most {MAX_TOKENS} rows",
@@ -122,10 +110,43 @@ class GemvInt8:
             )
         if out is None:
             out = torch.empty(x.shape[0], self.n, dtype=x.dtype, device=x.device)
-        c = self.config
-        _gemv[(triton.cdiv(self.n, c.block_n), self.split)](
-            x, self.words, self.scales, out, self.partial, self.tickets, x.shape[0],
-            K=self.k, N=self.n, GROUP=self.group, SPLIT=self.split, BM=MAX_TOKENS, BN=c.block_n, BK=c.block_k,
-            num_warps=c.warps,
-        )  # fmt: skip
+        if self.backend == "triton":
+            self._triton(x, out)
+        else:
+            self._launch(x, out)
         return out
+
+    def _launch(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        c = self.config
+        constants = defines(self.k, self.n, self.group, c, x.shape[0], x.dtype, self.scales.dtype)
+        (gemv,) = nvrtc.load_kernels(SOURCE, constants, ("gemv",))
+        gemv.launch(
+            (self.n // COLUMNS, c.split),
+            32 * c.warps,
+            (x, self.words, self.scales, out, self._partial, self._tickets, x.shape[0]),
+            stream=torch.cuda.current_stream(x.device).cuda_stream,
+            dependent=self._dependent,
+        )
+
+
+def defines(
+    k: int, n: int, group: int, config: Int8Config, tokens: int, dtype: torch.dtype, scale_dtype: torch.dtype
+) -> dict[str, int]:
+    """The source's compile-time constants."""
+    return {
+        "INPUTS": k,
+        "OUTPUTS": n,
+        "GROUP": group,
+        "TOKENS": 8 if tokens <= 8 else MAX_TOKENS,
+        "WARPS": config.warps,
+        "SPLIT": config.split,
+        "SCALE_BF16": int(scale_dtype == torch.bfloat16),
+        "ACT_BF16": int(dtype == torch.bfloat16),
+    }
+
+
+def unsupported(n: int, group: int) -> str | None:
+    """Why the CUDA kernel cannot take these sizes, or None."""
+    if group % 32 or group > 128:
+        return f"groups of {group}, not of 32, 64, 96 or 128"
+    return f"{n} columns, not a multiple of {COLUMNS}" if n % COLUMNS else None

@@ -6,13 +6,17 @@ can be captured; slots are read on the device.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
 
-from q38.base.errors import InputError
+from q38.base.errors import InputError, ResourceError
+from q38.kernels import kv_gather_cuda
 from q38.kernels.kv_formats import INT4_G32, INT8_G64, KvFormat
 
+Backend = Literal["auto", "cuda", "triton"]
 ROUND = 12582912.0  # 1.5 * 2**23: adding and subtracting it rounds a small float half to even
 
 
@@ -155,8 +159,7 @@ def gather_rows(
     kv: KvFormat,
     out: torch.Tensor,
     *,
-    block: int = 4,
-    warps: int = 1,
+    backend: Backend = "auto",
 ) -> torch.Tensor:
     """Dequantize rows: out[i] = payload[slots[i]]; a negative slot leaves out[i] as it is.
 
@@ -165,15 +168,19 @@ def gather_rows(
     Args:
         slots: int32 or int64 [n].
         out: [n, heads, dim], the dtype wanted; its dim gives the channels.
+        backend: "auto" takes CUDA (kv_gather.cu) where it can run, else Triton. The bits are the same.
+
+    Raises:
+        ResourceError: the CUDA backend was asked for and cannot run here.
     """
-    return _launch_gather(slots, payload, scales, kv, out, None, block, warps)
+    return _launch_gather(slots, payload, scales, kv, out, None, backend)
 
 
 def gather_rows_tiered(
-    slots: torch.Tensor, tiers: KvTiers, out: torch.Tensor, *, block: int = 4, warps: int = 1
+    slots: torch.Tensor, tiers: KvTiers, out: torch.Tensor, *, backend: Backend = "auto"
 ) -> torch.Tensor:
     """As gather_rows, int8 where the ring still owns the slot, else int4."""
-    return _launch_gather(slots, tiers.payload, tiers.scales, INT4_G32, out, tiers, block, warps)
+    return _launch_gather(slots, tiers.payload, tiers.scales, INT4_G32, out, tiers, backend)
 
 
 class KvTiers:
@@ -227,16 +234,22 @@ def _launch_gather(
     kv: KvFormat,
     out: torch.Tensor,
     tiers: KvTiers | None,
-    block: int,
-    warps: int,
+    backend: Backend,
 ) -> torch.Tensor:
     n, heads, dim = out.shape
     if n == 0:
         return out
-    ring = (tiers.ring_payload, tiers.ring_scales, tiers.owner) if tiers else (payload, scales, slots)
+    ring = (tiers.ring_payload, tiers.ring_scales, tiers.owner) if tiers else None
+    reason = kv_gather_cuda.missing(kv, out)
+    if backend == "cuda" and reason:
+        raise ResourceError(reason, where="KV gather", remedy="use the Triton backend")
+    if backend != "triton" and reason is None:
+        kv_gather_cuda.gather(slots, payload, scales, kv, out, ring, kv_gather_cuda.GatherConfig())
+        return out
+    block = 4
     _gather[(triton.cdiv(n, block), heads)](
-        slots, payload, scales, *ring, out, n,
+        slots, payload, scales, *(ring or (payload, scales, slots)), out, n,
         RING=tiers.owner.numel() if tiers else 0, HEADS=heads, DIM=dim, BITS=kv.bits, GROUP=kv.group,
-        RING_GROUP=INT8_G64.group, BLOCK=block, num_warps=warps,
+        RING_GROUP=INT8_G64.group, BLOCK=block, num_warps=1,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-// What the decode and prefill kernels share: loads, conversions, the matrix instruction, and activations
+// What the CUDA kernels share: loads, conversions, the matrix instruction, dependent launch, and activations
 // packed for it. Defines from the host: SCALE_BF16, ACT_BF16.
 //
 // Packed activations. Word row kw of a token is 8 half2: pair i holds inputs 16 kw + i and 16 kw + 8 + i,
@@ -11,6 +11,19 @@ typedef unsigned long long u64;
 
 #define GROUP_WORDS 8  // word rows of a group of 128 inputs
 #define MASK 0x00030003u
+
+// Programmatic dependent launch exists from sm_90 on; before it, a grid starts when its predecessor has ended.
+__device__ __forceinline__ void wait_for_previous_grid() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_grid_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 __device__ __forceinline__ void copy16(u32 shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared), "l"(global) : "memory");
@@ -55,6 +68,12 @@ __device__ __forceinline__ uint4 read16(u32 shared) {
 __device__ __forceinline__ uint2 read8(u32 shared) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ u32 read4(u32 shared) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared) : "memory");
   return v;
 }
 
@@ -126,17 +145,24 @@ __device__ __forceinline__ u32 max_magnitude(float4 v) {
 // Exponent field of the power of two that brings a maximum below 2^15; bounded so that its inverse is normal.
 __device__ __forceinline__ u32 scale_exponent(u32 max_bits) { return min(268u - (max_bits >> 23), 240u); }
 
-// Pack one group of one token into shared memory; returns the lane's part of the sum of the packed values.
-__device__ __forceinline__ float pack_group(u32* packed, float4 v, float scale, int group, int lane) {
+// A lane's four activations as two packed pairs; `sum` is the lane's part of the sum of the packed values.
+__device__ __forceinline__ uint2 pack_pairs(float4 v, float scale, int lane, float& sum) {
   const u32 first = pack_half2(v.x * scale, v.z * scale), second = pack_half2(v.y * scale, v.w * scale);
+  sum = half_to_float((u16)first) + half_to_float((u16)(first >> 16)) + half_to_float((u16)second) +
+        half_to_float((u16)(second >> 16));
   // 4^-i for code i of a half word: q even holds i = 0, 1 (mod 4), q odd 2, 3.
   const bool odd = lane & 1;
   uint2 pair;
   pair.x = multiply_half2(first, odd ? 0x2c002c00u : 0x3c003c00u);    // 1/16 or 1
   pair.y = multiply_half2(second, odd ? 0x24002400u : 0x34003400u);   // 1/64 or 1/4
-  *(uint2*)(packed + group * 64 + lane * 2) = pair;
-  return half_to_float((u16)first) + half_to_float((u16)(first >> 16)) + half_to_float((u16)second) +
-         half_to_float((u16)(second >> 16));
+  return pair;
+}
+
+// Pack one group of one token in the order above; returns the lane's part of the sum of the packed values.
+__device__ __forceinline__ float pack_group(u32* packed, float4 v, float scale, int group, int lane) {
+  float sum;
+  *(uint2*)(packed + group * 64 + lane * 2) = pack_pairs(v, scale, lane, sum);
+  return sum;
 }
 
 __device__ __forceinline__ u16 to_output(float v) {
@@ -147,4 +173,15 @@ __device__ __forceinline__ u16 to_output(float v) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v));
 #endif
   return r;
+}
+
+__device__ __forceinline__ u32 twice(float v) { return pack_half2(v, v); }
+
+// A pair of weights of code position i: 4^i (q - 2) * scale as half2. magic is 0x64006400, 1024 in both halves.
+template <int I>
+__device__ __forceinline__ u32 weight(u32 w, u32 scale, u32 magic) {
+  u32 v;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(w), "n"(MASK << 2 * I), "r"(magic));  // w & mask | magic
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(v), "r"(0x64006400u + (2u << 2 * I) * 0x00010001u));
+  return multiply_half2(v, scale);
 }

@@ -15,8 +15,8 @@
 // ahead; no other warp reads them, so a warp barrier is enough. A copy instruction takes 4 word rows of
 // 128 bytes, lanes in address order (out of order, copies ran at half the bandwidth on an H200), and
 // swizzles them so that the read-back in fragment order has no bank conflicts. The partial sums of the
-// warps of a block meet in double-buffered shared memory; one warp, another for each tile, adds them in
-// a fixed order while the rest go on.
+// warps of a block meet in shared memory, those of two tiles at a time in gate_up and of all tiles in down;
+// one warp, another for each tile, adds them in a fixed order.
 //
 // With REGISTERS (one tile a block) the words go through registers instead: on an H200 plain loads from
 // pinned host memory reach the link rate, cp.async two thirds of it.
@@ -41,33 +41,8 @@
 #define STAGE2 1088
 #define ZERO_POINT (-0x1p-23f)           // -2, in units of the subnormal codes
 
-// Programmatic dependent launch exists from sm_90 on; before it, a grid starts when its predecessor has ended.
-__device__ __forceinline__ void wait_for_previous_grid() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_next_grid_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 // Byte of the 16 bytes (word row r of 4, piece p of 8) within a copied block of 512.
 __device__ __forceinline__ u32 swizzle(int r, int p) { return r * 128 + (p ^ (2 * r)) * 16; }
-
-// Named barriers: the adding warp waits, the others only report.
-__device__ __forceinline__ void barrier_wait(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void barrier_report(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
-}
-
-#define FULL(buffer) (1 + (buffer))
-#define FREE(buffer) (3 + (buffer))
 
 // One 16-byte load of words against one word row of activations: 2 tiles of 16 columns, 4 k-steps,
 // added to `from0` and `from1` (the group's start, or acc itself).
@@ -267,31 +242,31 @@ gate_up(const u16* __restrict__ x, const u64* __restrict__ table, const int* __r
         request(tile + (i + DEPTH13) / 2, (i + DEPTH13) % 2, stage);
         next_stage = next_stage + 1 == DEPTH13 ? 0 : next_stage + 1;
       }
-      const int buffer = tile & 1, adder = tile % WARPS13;
+      const int buffer = tile & 1;
+      if (buffer == 0 && tile > 0) __syncthreads();  // both buffers have been added
       float* set = partial + buffer * WARPS13 * token_room * 64;
-      if (TILES13 > 2 && tile >= 2 && warp != (tile - 2) % WARPS13) barrier_wait(FREE(buffer), THREADS13);
       if (t < tokens) {
         *(float4*)(set + (warp * token_room + t) * 64 + 4 * g) = out[0];
         *(float4*)(set + (warp * token_room + t) * 64 + 32 + 4 * g) = out[1];
       }
-      if (warp != adder) {
-        barrier_report(FULL(buffer), THREADS13);
-        continue;
-      }
-      barrier_wait(FULL(buffer), THREADS13);
-      for (int n = 0; n < tokens; ++n) {
-        float gate = 0.f, up = 0.f;
+      if (buffer == 0 && tile + 1 < TILES13) continue;
+      __syncthreads();
+      for (int add = tile - buffer; add <= tile; ++add) {  // one warp, another for each tile
+        if (warp != add % WARPS13) continue;
+        const float* from = partial + (add & 1) * WARPS13 * token_room * 64;
+        for (int n = 0; n < tokens; ++n) {
+          float gate = 0.f, up = 0.f;
 #pragma unroll
-        for (int k = 0; k < WARPS13; ++k) {
-          gate += set[(k * token_room + n) * 64 + lane];
-          up += set[(k * token_room + n) * 64 + 32 + lane];
+          for (int k = 0; k < WARPS13; ++k) {
+            gate += from[(k * token_room + n) * 64 + lane];
+            up += from[(k * token_room + n) * 64 + 32 + lane];
+          }
+          const float back = __uint_as_float((254u - exponents[n]) << 23);
+          gate = gate * 0x1p24f * back;
+          up = up * 0x1p24f * back;
+          h[slot_list[first + n] * INTER + (blockIdx.x * TILES13 + add) * 32 + lane] = gate / (1.f + __expf(-gate)) * up;
         }
-        const float back = __uint_as_float((254u - exponents[n]) << 23);
-        gate = gate * 0x1p24f * back;
-        up = up * 0x1p24f * back;
-        h[slot_list[first + n] * INTER + (blockIdx.x * TILES13 + tile) * 32 + lane] = gate / (1.f + __expf(-gate)) * up;
       }
-      if (tile + 2 < TILES13) barrier_report(FREE(buffer), THREADS13);
     }
     wait_copies<0>();
     __syncthreads();
@@ -305,7 +280,7 @@ down(const float* __restrict__ h, const u64* __restrict__ table, const int* __re
      const float* __restrict__ weights, u16* __restrict__ out) {
   extern __shared__ uint4 shared[];  // [TOP_K][DEPTH2] stages
   __shared__ __align__(16) u32 packed[TOP_K][TOKEN_STRIDE(KW2)];
-  __shared__ __align__(16) float partial[2][TOP_K][32];
+  __shared__ __align__(16) float partial[TILES2][TOP_K][32];
 
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);  // tells the compiler that it is uniform
@@ -396,22 +371,17 @@ down(const float* __restrict__ h, const u64* __restrict__ table, const int* __re
       request(tile + (gi + DEPTH2) / G2, (gi + DEPTH2) % G2, stage);
       next_stage = next_stage + 1 == DEPTH2 ? 0 : next_stage + 1;
     }
-    const int buffer = tile & 1, adder = tile % TOP_K;
-    if (TILES2 > 2 && tile >= 2 && warp != (tile - 2) % TOP_K) barrier_wait(FREE(buffer), THREADS2);
     if (t == 0) {  // an absent expert leaves its operands unwritten: select, since 0 * NaN is NaN
       const float4 none = {};
-      *(float4*)&partial[buffer][warp][4 * g] =
+      *(float4*)&partial[tile][warp][4 * g] =
           expert < 0 ? none : make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
     }
-    if (warp != adder) {
-      barrier_report(FULL(buffer), THREADS2);
-      continue;
-    }
-    barrier_wait(FULL(buffer), THREADS2);
+  }
+  __syncthreads();
+  for (int tile = warp; tile < TILES2; tile += TOP_K) {
     float total = 0.f;
 #pragma unroll
-    for (int k = 0; k < TOP_K; ++k) total += partial[buffer][k][lane];
+    for (int k = 0; k < TOP_K; ++k) total += partial[tile][k][lane];
     out[(long long)blockIdx.x * HIDDEN + (blockIdx.y * TILES2 + tile) * 32 + lane] = to_output(total);
-    if (tile + 2 < TILES2) barrier_report(FREE(buffer), THREADS2);
   }
 }

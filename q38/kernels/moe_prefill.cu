@@ -21,8 +21,10 @@
 #define TOKEN_BYTES 272  // 128 inputs and 16 bytes that spread tokens over banks
 
 // packed[row] and back[row] (the inverse power of two) of x [rows, INPUTS]. One block of up to 1024 threads a row.
-extern "C" __global__ void pack(const u16* __restrict__ x, u32* __restrict__ packed, float* __restrict__ back) {
+extern "C" __global__ void pack(const u16* x, u32* __restrict__ packed, float* __restrict__ back) {
   __shared__ u32 warp_max[32];
+  wait_for_previous_grid();
+  let_next_grid_start();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   x += (long long)blockIdx.x * INPUTS;
   u32 m = 0;
@@ -37,29 +39,20 @@ extern "C" __global__ void pack(const u16* __restrict__ x, u32* __restrict__ pac
   if (threadIdx.x == 0) back[blockIdx.x] = __uint_as_float((254u - exponent) << 23);
 }
 
-__device__ __forceinline__ u32 twice(float v) { return pack_half2(v, v); }
-
-// Four weights' pairs of code position i: 4^i (q - 2) * scale as half2.
-template <int I>
-__device__ __forceinline__ u32 weight(u32 w, u32 scale) {
-  u32 v = (w & (MASK << 2 * I)) | 0x64006400u;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(v), "r"(0x64006400u + (2u << 2 * I) * 0x00010001u));
-  return multiply_half2(v, scale);
-}
-
 // out[slot, n] for the block's slots and the warp's columns. Grid (columns / (4 * WARP_COLUMNS), blocks).
 // GATED: silu(gate) * up of token slot / TOP_K. Else: the routed weight times the product of row `slot`.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
-grouped(const u32* __restrict__ packed, const float* __restrict__ back, const u64* __restrict__ table,
-        const int* __restrict__ order, const int* __restrict__ block_expert, const int* __restrict__ block_start,
-        const int* __restrict__ end, const float* __restrict__ weights, u16* __restrict__ out) {
+grouped(const u32* packed, const float* back, const u64* table, const int* order, const int* block_expert,
+        const int* block_start, const int* block_live, const float* weights, u16* out) {
   __shared__ __align__(16) char tokens[2][BLOCK_TOKENS * TOKEN_BYTES];
   __shared__ int slots[BLOCK_TOKENS];
+  wait_for_previous_grid();
+  let_next_grid_start();
   const int expert = block_expert[blockIdx.y];
   if (expert < 0) return;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-  const int first = block_start[blockIdx.y], live = min(BLOCK_TOKENS, end[expert] - first);
+  const int first = block_start[blockIdx.y], live = block_live[blockIdx.y];
   for (int i = threadIdx.x; i < BLOCK_TOKENS; i += WARPS * 32) slots[i] = order[first + min(i, live - 1)];
   __syncthreads();
 
@@ -92,6 +85,8 @@ grouped(const u32* __restrict__ packed, const float* __restrict__ back, const u6
     }
   };
 
+  // Unknown to the compiler, so that it stays in a register and the masks are immediate operands.
+  const u32 magic = 0x64006400u + blockIdx.z;
   float acc[BLOCK_TOKENS / 8][2][2][4] = {};  // [8 tokens][part][16 columns][fragment]
   fetch_tokens(0);
   fetch_words(0);
@@ -129,14 +124,14 @@ grouped(const u32* __restrict__ packed, const float* __restrict__ back, const u6
             for (int c = 0; c < 2; ++c) {
               const u32 lo = (c ? w[part][j].z : w[part][j].x) >> 8 * half, hi = (c ? w[part][j].w : w[part][j].y) >> 8 * half;
               const u32 slo = s[part][2 * c], shi = s[part][2 * c + 1];
-              a[part][c][0][0] = weight<0>(lo, slo);
-              a[part][c][0][1] = weight<0>(hi, shi);
-              a[part][c][0][2] = weight<1>(lo, slo);
-              a[part][c][0][3] = weight<1>(hi, shi);
-              a[part][c][1][0] = weight<2>(lo, slo);
-              a[part][c][1][1] = weight<2>(hi, shi);
-              a[part][c][1][2] = weight<3>(lo, slo);
-              a[part][c][1][3] = weight<3>(hi, shi);
+              a[part][c][0][0] = weight<0>(lo, slo, magic);
+              a[part][c][0][1] = weight<0>(hi, shi, magic);
+              a[part][c][0][2] = weight<1>(lo, slo, magic);
+              a[part][c][0][3] = weight<1>(hi, shi, magic);
+              a[part][c][1][0] = weight<2>(lo, slo, magic);
+              a[part][c][1][1] = weight<2>(hi, shi, magic);
+              a[part][c][1][2] = weight<3>(lo, slo, magic);
+              a[part][c][1][3] = weight<3>(hi, shi, magic);
             }
 #pragma unroll
           for (int n = 0; n < BLOCK_TOKENS / 8; n += 2)
@@ -186,26 +181,4 @@ grouped(const u32* __restrict__ packed, const float* __restrict__ back, const u6
         *(uint2*)(to + part * 32) = pair;
       }
     }
-}
-
-// out[token] = sum over k of partial[token, k], in slot order, skipping absent experts. Grid (tokens, OUTPUTS / 256).
-extern "C" __global__ void __launch_bounds__(128)
-sum_slots(const u32* __restrict__ partial, const int* __restrict__ ids, u32* __restrict__ out) {
-  const int pair = blockIdx.y * 128 + threadIdx.x;
-  if (pair >= OUTPUTS / 2) return;
-  float low = 0.f, high = 0.f;
-#pragma unroll
-  for (int k = 0; k < TOP_K; ++k) {
-    const long long slot = (long long)blockIdx.x * TOP_K + k;
-    if (ids[slot] < 0) continue;
-    const u32 v = partial[slot * (OUTPUTS / 2) + pair];
-#if ACT_BF16
-    low += __uint_as_float(v << 16);
-    high += __uint_as_float(v & 0xffff0000u);
-#else
-    low += half_to_float((u16)v);
-    high += half_to_float((u16)(v >> 16));
-#endif
-  }
-  out[(long long)blockIdx.x * (OUTPUTS / 2) + pair] = to_output(low) | (u32)to_output(high) << 16;
 }

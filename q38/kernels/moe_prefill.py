@@ -16,14 +16,18 @@ Reference: q38.kernels.reference.moe.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
 import triton.language as tl
 
 from q38.base.errors import InputError
+from q38.kernels import moe_prefill_cuda
+from q38.kernels.moe_prefill_cuda import CudaConfig, HopperConfig, MmaConfig
+from q38.kernels.moe_sort import sort_slots
 from q38.kernels.rows import RowLayout
 
 
@@ -39,6 +43,13 @@ class PrefillConfig:
     stages: int = 3
 
 
+def config_of(fields: Mapping[str, Any]) -> PrefillConfig | CudaConfig:
+    """The config whose fields a tuned entry holds."""
+    if not fields:
+        return MmaConfig()
+    return HopperConfig(**fields) if "warpgroups" in fields else PrefillConfig(**fields)
+
+
 @triton.jit
 def _weights(words, scale, i: tl.constexpr, dtype: tl.constexpr):
     """(q - 2) * scale of code position i: words [BN, BK] int32, scale [BN, BK] of dtype."""
@@ -52,7 +63,7 @@ def _weights(words, scale, i: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _grouped(
-    x, table, order, block_expert, block_start, counts_end, out, weights, base, scale_base, base_address, scale_address,
+    x, table, order, block_expert, block_start, block_live, out, weights, base, scale_base, base_address, scale_address,
     K: tl.constexpr, N: tl.constexpr, W: tl.constexpr, S: tl.constexpr, TOP_K: tl.constexpr,
     GATED: tl.constexpr, GROUP_WORDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -66,8 +77,9 @@ def _grouped(
         row = tl.load(table + expert)
         words_at = base + ((row + W - base_address) >> 4) * 4
         scale_at = scale_base + ((row + S - scale_address) >> 4) * 8
-        place = tl.load(block_start + block) + tl.arange(0, BM)  # positions in sorted order
-        live_m = place < tl.load(counts_end + expert)
+        row_m = tl.arange(0, BM)
+        place = tl.load(block_start + block) + row_m  # positions in sorted order
+        live_m = row_m < tl.load(block_live + block)
         slot = tl.load(order + place, mask=live_m, other=0)
         source = (slot // TOP_K if GATED else slot).to(tl.int64)  # the token, or the row of h
         n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -113,35 +125,6 @@ def _sum_slots(partial, ids, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BN:
     tl.store(out + token * HIDDEN + n, total.to(out.dtype.element_ty), mask=n < HIDDEN)
 
 
-def sort_slots(ids: torch.Tensor, experts: int, block_m: int) -> tuple[torch.Tensor, ...]:
-    """Sort slots by expert and cut them into blocks, without a device synchronisation.
-
-    Args:
-        ids: int32 [M, top_k]; negative ids are left out.
-
-    Returns:
-        order int32 [slots]: slots, by expert and then by slot.
-        block_expert int32 [blocks]: expert of each block, -1 past the last one.
-        block_start int32 [blocks]: first sorted position of each block.
-        end int32 [experts]: sorted position after the last slot of each expert.
-    """
-    flat = ids.reshape(-1).to(torch.int64)
-    key = torch.where(flat < 0, experts, flat)
-    order = torch.argsort(key, stable=True).to(torch.int32)
-    counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
-    counts = counts.scatter_add_(0, key, torch.ones_like(key))[:experts]
-    end = counts.cumsum(0)
-    blocks = (counts + block_m - 1) // block_m
-    block_end = blocks.cumsum(0)
-    room = -(-flat.numel() // block_m) + min(experts, flat.numel())
-    index = torch.arange(room, device=ids.device)
-    owner = torch.searchsorted(block_end, index, right=True)
-    known = owner.clamp(max=experts - 1)
-    start = end[known] - counts[known] + (index - (block_end[known] - blocks[known])) * block_m
-    block_expert = torch.where(owner < experts, owner, -1)
-    return order, block_expert.to(torch.int32), start.to(torch.int32), end.to(torch.int32)
-
-
 def permute_inputs(x: torch.Tensor) -> torch.Tensor:
     """[rows, K] -> [rows, 16, K / 16]: input 16 kw + i moves to (i, kw). One read and write of x."""
     return x.view(x.shape[0], -1, 16).transpose(1, 2).contiguous()
@@ -155,7 +138,7 @@ def moe_prefill(
     layout: RowLayout,
     *,
     scale_dtype: torch.dtype = torch.float16,
-    config: PrefillConfig | None = None,
+    config: PrefillConfig | CudaConfig | None = None,
     backend: Literal["auto", "cuda", "triton"] = "auto",
 ) -> torch.Tensor:
     """One MoE layer for any number of tokens.
@@ -166,7 +149,7 @@ def moe_prefill(
         ids: int32 [M, top_k]; a negative id contributes nothing.
         weights: float32 [M, top_k].
         scale_dtype: of the scales in the rows.
-        config: tiles of the Triton backend; "auto" takes Triton when it is given.
+        config: geometry; that of the Triton backend makes "auto" take Triton.
         backend: "auto" takes CUDA where it can run this shape.
 
     Returns:
@@ -182,16 +165,16 @@ def moe_prefill(
             where="prefill kernel",
             remedy="use 2 bits and 16-bit floats",
         )
-    from q38.kernels import moe_prefill_cuda
-
+    triton_config = config if isinstance(config, PrefillConfig) else None
     if backend == "cuda" or (
-        backend == "auto" and config is None and moe_prefill_cuda.missing(layout, x) is None
+        backend == "auto" and triton_config is None and moe_prefill_cuda.missing(layout, x) is None
     ):
-        return moe_prefill_cuda.run(x, table, ids, weights, layout, scale_dtype)
-    c = config or PrefillConfig()
+        cuda_config = None if isinstance(config, PrefillConfig) else config
+        return moe_prefill_cuda.run(x, table, ids, weights, layout, scale_dtype, cuda_config)
+    c = triton_config or PrefillConfig()
     m, top_k = ids.shape
     slots = m * top_k
-    order, block_expert, block_start, end = sort_slots(ids, table.numel(), c.block_m)
+    order, block_expert, block_start, block_live = sort_slots(ids, table.numel(), c.block_m)
     h = torch.empty(slots, layout.intermediate, dtype=x.dtype, device=x.device)
     partial = torch.empty(slots, layout.hidden, dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
@@ -203,12 +186,12 @@ def moe_prefill(
         "num_warps": c.warps, "num_stages": c.stages,
     }  # fmt: skip
     _grouped[(triton.cdiv(layout.intermediate, c.block_n13), block_expert.numel())](
-        permute_inputs(x), table, order, block_expert, block_start, end, h, weights, *bases,
+        permute_inputs(x), table, order, block_expert, block_start, block_live, h, weights, *bases,
         K=layout.hidden, N=layout.intermediate, W=layout.w13_offset, S=layout.w13_scale_offset,
         GATED=True, BN=c.block_n13, **common,
     )  # fmt: skip
     _grouped[(triton.cdiv(layout.hidden, c.block_n2), block_expert.numel())](
-        h, table, order, block_expert, block_start, end, partial, weights, *bases,
+        h, table, order, block_expert, block_start, block_live, partial, weights, *bases,
         K=layout.intermediate, N=layout.hidden, W=layout.w2_offset, S=layout.w2_scale_offset,
         GATED=False, BN=c.block_n2, **common,
     )  # fmt: skip

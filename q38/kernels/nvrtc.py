@@ -118,10 +118,9 @@ def _load(
 
     torch.zeros(1, device=device)  # makes torch's context current in this thread
     major, minor = torch.cuda.get_device_capability(device)
+    arch = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")  # wgmma needs sm_90a
     driver = _driver()
-    module = check(
-        driver.cuModuleLoadData(compile_cubin(file, dict(defines), f"sm_{major}{minor}")), file.name
-    )
+    module = check(driver.cuModuleLoadData(compile_cubin(file, dict(defines), arch)), file.name)
     return tuple(
         Kernel(check(driver.cuModuleGetFunction(module, name.encode()), name), name) for name in names
     )

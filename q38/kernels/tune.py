@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -115,22 +115,34 @@ def tune(
                     )
                 task.advance(1)
         results = [line["result"] for line in job.done.values() if line["result"] is not None]
-        entries = tuple(
-            Entry(
-                r["kernel"], r["shape"], r["tokens"], r["best"]["config"], r["best"]["us"], r["default"]["us"]
-            )
-            for r in results
-            if r["best"] is not None
-        )
         report = {"device": device, "triton": version, "routing": routing, "results": results}
-        tuned = Tuned(device, version, routing, entries)
+        tuned = Tuned(device, version, routing, entries_of(results))
         files = {
             file_name(device): write_json(out / file_name(device), tuned.to_dict()),
             "report.json": write_json(out / "report.json", report),
         }
         job.commit("write", files=files, result=None)
-        job.finish({"tuned": len(entries), "of": len(results)})
+        job.finish({"tuned": sum(r["best"] is not None for r in results), "of": len(results)})
     return report
+
+
+def entries_of(results: Sequence[Mapping[str, Any]]) -> tuple[Entry, ...]:
+    """What a report's units put into the file: the wins.
+
+    A lookup takes the nearest token count, so where one count of a kernel and shape has a win, the other
+    counts' defaults are written beside it.
+    """
+
+    def family(result: Mapping[str, Any]) -> tuple[Any, ...]:
+        return result["kernel"], *sorted(result["shape"].items())
+
+    won = {family(r) for r in results if r["best"] is not None}
+    kept = [(r, r["best"] or r["default"]) for r in results if family(r) in won]
+    return tuple(
+        Entry(r["kernel"], r["shape"], r["tokens"], chosen["config"], chosen["us"], r["default"]["us"])
+        for r, chosen in kept
+        if chosen["us"] is not None
+    )
 
 
 def read_report(out: Path) -> dict[str, Any]:
@@ -286,8 +298,15 @@ def candidates(kernel: str, workload: Workload, shape: dict[str, int], tokens: i
         found.append(DecodeConfig(1, 1, 2, 2, 2, groups, batch, registers=True))
         return [c for c in dict.fromkeys(found) if unsupported(layout, workload.top_k, c) is None]
     if kernel == "prefill":
+        from q38.kernels import moe_prefill_cuda, nvrtc
         from q38.kernels.moe_prefill import PrefillConfig
 
+        cuda = workload.layout.group == 128 and nvrtc.available() is None
+        if cuda:
+            slots = tokens * workload.top_k
+            default = moe_prefill_cuda.default_config(torch.device("cuda"), slots, workload.experts)
+            if isinstance(default, moe_prefill_cuda.HopperConfig):
+                return list(dict.fromkeys([default, *_hopper_candidates(workload, slots)]))
         tiles_m = {64: (16, 32), 256: (16, 32), 1024: (32, 64)}.get(tokens, (64, 128))
         picked = [
             PrefillConfig(m, n13, n2, 16, warps, stages)
@@ -295,17 +314,31 @@ def candidates(kernel: str, workload: Workload, shape: dict[str, int], tokens: i
                 tiles_m, ((64, 64, 4), (64, 128, 4), (128, 128, 8)), (2, 3)
             )
         ]
-        return list(dict.fromkeys([PrefillConfig(), *picked]))
-    from q38.kernels.gemv_int8 import Int8Config
+        first = [moe_prefill_cuda.MmaConfig()] if cuda else []
+        return list(dict.fromkeys([*first, PrefillConfig(), *picked]))
+    from q38.kernels import gemv_int8
 
-    del shape
+    groups = shape["inputs"] // shape["group"]
     picked8 = [
-        Int8Config(n, k, split, warps)
-        for (n, k, warps), split in itertools.product(
-            ((32, 32, 2), (32, 64, 4), (64, 32, 4), (16, 64, 2)), (1, 8, 20, 40)
-        )
+        gemv_int8.Int8Config(warps, split)
+        for warps, split in itertools.product((4, 5, 8, 10, 16, 20), (1, 2, 4, 5, 8, 10))
+        if groups <= 2 * warps * split <= 2 * groups and shape["outputs"] // 32 * split <= 640
     ]
-    return list(dict.fromkeys([Int8Config(), *picked8]))
+    return list(
+        dict.fromkeys([gemv_int8.default_config(shape["inputs"], shape["outputs"], shape["group"]), *picked8])
+    )
+
+
+def _hopper_candidates(workload: Workload, slots: int) -> list[Any]:
+    """Other divisions of the columns; larger blocks where an expert gets about as many slots."""
+    from q38.kernels.moe_prefill_cuda import HopperConfig
+
+    return [
+        HopperConfig(block, 2, 2, t13, t2, stages)
+        for block, stages in ((64, 4), (80, 3), (96, 3))
+        for t13, t2 in ((1, 1), (1, 2), (1, 5))
+        if workload.layout.hidden // 256 % t2 == 0 and (block == 64 or 2 * slots >= block * workload.experts)
+    ]
 
 
 def _measure(

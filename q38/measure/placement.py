@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from q38.measure.files import require_writable
 from q38.measure.identity import model_identity
 from q38.model.shape import ModelShape
 from q38.model.text import STDLIB, Split, load_texts, pack_tokens
-from q38.residency.placement import default_sizes, held_out_coverage
+from q38.recipe.budget import expert_row_bytes
+from q38.residency.placement import default_sizes, held_out_coverage, own_coverage
 from q38.residency.profile import (
     MIN_TOKENS,
     Profile,
@@ -66,7 +67,7 @@ def build_placement(
 
     Returns:
         {"schema", "file", "tokens", "up_to_date", "layers", "experts", "unseen", "coverage": [...], "metadata"};
-        see `held_out_coverage` for a row of the coverage; "unseen" counts experts that were never selected.
+        see `held_out_coverage` and `report` for a row of the coverage; "unseen" counts experts never selected.
 
     Raises:
         InputError: too few tokens, too little text, no checkpoint, or `out` holds something else.
@@ -84,8 +85,22 @@ def build_placement(
         save(whole, out, halves=(Profile.of_trace(first), Profile.of_trace(second)))
         if trace is not None:
             write_trace(trace, recorded)
+    return report(out, model, sizes, up_to_date=up_to_date)
+
+
+def report(out: Path, model: Path, sizes: Sequence[int] | None, *, up_to_date: bool) -> dict[str, Any]:
+    """What a written profile is worth: see `build_placement`.
+
+    `host_bytes` of a coverage row: bytes of expert rows per token that are read from host memory, at the hit
+    rate of the held-out half, or of the profile itself where nothing is held out.
+    """
     profile, halves = load(out), load_halves(out)
-    assert halves is not None
+    row = _row_bytes(Checkpoint.open(model).config)
+    coverage = []
+    for size in sizes or default_sizes(profile.experts):
+        found = held_out_coverage(halves, size) if halves else own_coverage(profile, size)
+        miss = 1 - (found["equal"] or found["built"])["selections"]
+        coverage.append({**found, "host_bytes": round(miss * row * profile.count.sum() / profile.tokens)})
     return {
         "schema": SCHEMA,
         "file": str(out),
@@ -94,9 +109,18 @@ def build_placement(
         "layers": profile.layers,
         "experts": profile.experts,
         "unseen": int((profile.count == 0).sum()),
-        "coverage": [held_out_coverage(halves, s) for s in sizes or default_sizes(profile.experts)],
+        "coverage": coverage,
         "metadata": dict(profile.metadata),
     }
+
+
+def _row_bytes(config: dict[str, Any]) -> int:
+    """Bytes of one expert row: as the checkpoint is packed, else as the default recipe packs it."""
+    packed = config.get("quantization_config") or {}
+    bits, group = packed.get("bits"), packed.get("group_size")
+    if type(bits) is not int or type(group) is not int or group < 1:
+        bits, group = 2, 128
+    return expert_row_bytes(ModelShape.from_config(config), bits, group)
 
 
 def plan_placement(
@@ -139,7 +163,7 @@ def plan_placement(
     cells = shape.num_layers * shape.num_experts
     return {
         "dry_run": True,
-        "up_to_date": _up_to_date(out, metadata, fresh=fresh),
+        "up_to_date": is_up_to_date(out, metadata, fresh=fresh),
         "sequences": sequences,
         "tokens": sequences * seqlen,
         "writes": str(out),
@@ -172,8 +196,8 @@ def _record(
     return traces[0]
 
 
-def _up_to_date(out: Path, metadata: dict[str, str], *, fresh: bool) -> bool:
-    """Whether `out` already is the profile that would be made.
+def is_up_to_date(out: Path, metadata: Mapping[str, str], *, fresh: bool, halves: bool = True) -> bool:
+    """Whether `out` already is the profile that would be made; `halves`: with the two halves of its trace.
 
     Raises:
         InputError: it is no profile; or, without `fresh`, a profile of something else.
@@ -183,11 +207,11 @@ def _up_to_date(out: Path, metadata: dict[str, str], *, fresh: bool) -> bool:
     found = load(out)
     if fresh:
         return False
-    if difference := first_difference(dict(found.metadata), metadata):
+    if difference := first_difference(dict(found.metadata), dict(metadata)):
         key, before, now = difference
         raise InputError(
             f"is a profile with another {key} ({before}, now {now})",
             where=out,
             remedy="choose another file, or replace it with --fresh",
         )
-    return load_halves(out) is not None
+    return not halves or load_halves(out) is not None

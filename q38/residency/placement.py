@@ -91,6 +91,20 @@ def held_out_coverage(halves: tuple[Profile, Profile], per_layer: int) -> dict[s
     }
 
 
+def own_coverage(profile: Profile, per_layer: int) -> dict[str, Any]:
+    """As `held_out_coverage` where nothing is held out: `built` alone, `equal` and `budgets` None."""
+    budgets = marginal_placement(profile, per_layer * profile.layers).sum(1)
+    return {
+        "resident": per_layer,
+        "even": per_layer / profile.experts,
+        "built": coverage(equal_placement(profile, per_layer), profile).to_dict(),
+        "equal": None,
+        "budgets": None,
+        "smallest": int(budgets.min()),
+        "largest": int(budgets.max()),
+    }
+
+
 def default_sizes(experts: int) -> list[int]:
     """Values of S worth looking at: 1/16 to 3/4 of the experts, rounded, each once."""
     return sorted({max(round(experts * part / 16), 1) for part in (1, 2, 3, 4, 5, 6, 8, 10, 12)})

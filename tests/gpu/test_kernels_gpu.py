@@ -12,11 +12,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
 ]
 if torch.cuda.is_available():
-    from q38.kernels import kv_cache, nvrtc
-    from q38.kernels.gemv_int8 import GemvInt8
+    from q38.kernels import kv_cache, moe_prefill_cuda, nvrtc
+    from q38.kernels.gemv_int8 import GemvInt8, Int8Config
     from q38.kernels.kv_formats import INT4_G32, INT8_G64, dequantize_reference, quantize_reference
     from q38.kernels.moe_decode import DecodeConfig, MoeDecode
     from q38.kernels.moe_prefill import moe_prefill
+    from q38.kernels.moe_sort import sort_slots, sort_slots_torch
     from q38.kernels.row_mover import RowMover, gather_addresses
     from q38.kernels.samples import random_rows, row_addresses, uniform_routing
     from q38.residency.layout import ExpertLayout
@@ -132,19 +133,82 @@ def test_prefill_is_within_half_a_percent_of_float64(layer, tokens) -> None:
     assert torch.equal(moe_prefill(x, layer[2], ids, weights, layer[0]), out)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_both_prefill_sources_agree_with_float64_at_every_block_size(layer, dtype) -> None:
+    configs = [moe_prefill_cuda.MmaConfig()]
+    if torch.cuda.get_device_capability() == (9, 0):
+        hopper = moe_prefill_cuda.HopperConfig
+        configs += [hopper(), hopper(80, 2, 2, 1, 2, 3), hopper(96, 2, 1, 1, 1, 4), hopper(64, 1, 2, 5, 3)]
+    experts = 8
+    ids = torch.full((200, TOP_K), -1, dtype=torch.int32, device="cuda")
+    for expert in range(experts):  # 3, 19, 35, .. 115 tokens: the last block has 3 to 64 of 64
+        ids[: 3 + 16 * expert, expert] = expert
+    weights = torch.rand(200, TOP_K, device="cuda")
+    x = torch.randn(200, HIDDEN, device="cuda").to(dtype)
+    want = exact(layer, x, ids, weights)
+    for config in configs:
+        outs = [
+            moe_prefill_cuda.run(x, layer[2], ids, weights, layer[0], torch.float16, config)
+            for _ in range(10)
+        ]
+        assert reference.relative_error(outs[0][:115], want[:115]) < 5e-3
+        assert not outs[0][115:].any()
+        assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_other_shapes_take_the_prefill_kernels_too() -> None:
+    for hidden, inter, top_k, dtype, scale_dtype in (
+        (384, 384, 3, torch.bfloat16, torch.bfloat16),
+        (2048, 768, 8, torch.float16, torch.float16),
+        (256, 128, 2, torch.bfloat16, torch.float16),
+    ):
+        layout = ExpertLayout(hidden, inter)
+        rows = random_rows(layout, 16, scale_dtype=scale_dtype)
+        for tokens in (17, 150):
+            ids, weights = uniform_routing(tokens, 16, top_k)
+            x = torch.randn(tokens, hidden, device="cuda").to(dtype)
+            table = row_addresses(rows).cuda()
+            out = moe_prefill(x, table, ids, weights, layout, scale_dtype=scale_dtype, backend="cuda")
+            want = reference.moe(x, list(rows), ids, weights, layout, scale_dtype)
+            assert reference.relative_error(out, want) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "block"), [(1, 3, 64), (17, 512, 64), (300, 700, 96), (5000, 1024, 64)]
+)
+def test_slots_are_sorted_as_torch_sorts_them(tokens, experts, block) -> None:
+    ids, _ = uniform_routing(tokens, experts, min(TOP_K, experts), seed=tokens)
+    ids[torch.rand(ids.shape, device="cuda") < 0.1] = -1
+    found, want = sort_slots(ids, experts, block), sort_slots_torch(ids, experts, block)
+    blocks = int((want[1] >= 0).sum())
+    slots = int(want[3][:blocks].sum())
+    assert torch.equal(found[1], want[1])
+    for part, count in ((0, slots), (2, blocks), (3, blocks)):
+        assert torch.equal(found[part][:count], want[part][:count])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("k", "n", "group"), [(10240, 320, 128), (320, 10240, 64), (2560, 512, 128)])
-def test_int8_is_within_half_a_percent_of_float64_and_repeats_its_bits(k, n, group) -> None:
+def test_int8_is_within_half_a_percent_of_float64_and_repeats_its_bits(k, n, group, dtype) -> None:
     words = torch.randint(-(2**31), 2**31 - 1, (k // 4, n), dtype=torch.int32, device="cuda")
     scales = (torch.randn(k // group, n, device="cuda") * 0.01).half()
-    gemv = GemvInt8(words, scales)
-    for tokens in (1, 16):
-        x = torch.randn(tokens, k, device="cuda").bfloat16()
-        out = gemv(x)
-        assert reference.relative_error(out, reference.gemv_int8(x, words, scales)) < 5e-3
-        assert all(torch.equal(gemv(x), out) for _ in range(20))
+    for gemv in (
+        GemvInt8(words, scales, backend="cuda"),
+        GemvInt8(words, scales, config=Int8Config(4, 3)),
+        GemvInt8(words, scales, backend="triton"),
+    ):
+        x = torch.randn(16, k, device="cuda").to(dtype)
+        whole = gemv(x)
+        for tokens in (1, 9, 16):
+            out = gemv(x[:tokens], torch.full_like(whole[:tokens], float("nan")))
+            assert reference.relative_error(out, reference.gemv_int8(x[:tokens], words, scales)) < 5e-3
+            assert torch.equal(out, whole[:tokens])  # a token's bits do not depend on those beside it
+            assert all(torch.equal(gemv(x[:tokens]), out) for _ in range(20))
 
 
-def test_kv_rows_match_their_references_bit_for_bit() -> None:
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_kv_rows_match_their_references_bit_for_bit(backend, dtype) -> None:
     rows = (torch.randn(3000, 2, 256, device="cuda") * 3).bfloat16()
     slots = torch.randperm(10000, device="cuda")[:3000]
     for kv in (INT8_G64, INT4_G32):
@@ -153,16 +217,22 @@ def test_kv_rows_match_their_references_bit_for_bit() -> None:
         want = quantize_reference(rows, kv)
         assert torch.equal(payload[slots], want[0])
         assert torch.equal(scales[slots], want[1])
-        out = kv_cache.gather_rows(slots, payload, scales, kv, torch.empty_like(rows))
-        assert torch.equal(out, dequantize_reference(*want, kv, torch.bfloat16))
+        out = torch.full(rows.shape, 7.0, dtype=dtype, device="cuda")
+        at = slots.to(torch.int32 if dtype == torch.float16 else torch.int64, copy=True)
+        at[5] = -1
+        kv_cache.gather_rows(at, payload, scales, kv, out, backend=backend)
+        expected = dequantize_reference(*want, kv, dtype)
+        expected[5] = 7
+        assert torch.equal(out, expected)
 
 
-def test_tiered_rows_read_int8_exactly_where_they_own_their_place() -> None:
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_tiered_rows_read_int8_exactly_where_they_own_their_place(backend) -> None:
     tiers = kv_cache.KvTiers(10000, 2, 256, 4096)
     rows = (torch.randn(3000, 2, 256, device="cuda") * 3).bfloat16()
     slots = torch.randperm(10000, device="cuda")[:3000]
     kv_cache.write_rows_tiered(rows, slots, tiers)
-    out = kv_cache.gather_rows_tiered(slots, tiers, torch.empty_like(rows))
+    out = kv_cache.gather_rows_tiered(slots, tiers, torch.empty_like(rows), backend=backend)
     hot = tiers.owner[slots % 4096] == slots
     both = [
         dequantize_reference(*quantize_reference(rows, kv), kv, torch.bfloat16) for kv in (INT8_G64, INT4_G32)

@@ -13,7 +13,8 @@ from q38.residency.layout import ExpertLayout, address_table
 from tests.kernels.data import make_routing, make_rows
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'q38[kernels]')")
-from q38.kernels.moe_prefill import PrefillConfig, moe_prefill, permute_inputs, sort_slots
+from q38.kernels.moe_prefill import PrefillConfig, moe_prefill, permute_inputs
+from q38.kernels.moe_sort import sort_slots
 
 TILE = PrefillConfig(16, 32, 32, 16, warps=4, stages=1)
 
@@ -30,14 +31,15 @@ def test_every_slot_is_in_exactly_one_block_of_its_expert(
     tokens: int, experts: int, top_k: int, block_m: int, seed: int
 ) -> None:
     ids, _ = make_routing(tokens, experts, min(top_k, experts), seed=seed, absent=0.1)
-    order, block_expert, block_start, end = sort_slots(ids, experts, block_m)
+    order, block_expert, block_start, block_live = sort_slots(ids, experts, block_m)
     flat, seen = ids.flatten().tolist(), []
-    for expert, start in zip(block_expert.tolist(), block_start.tolist(), strict=True):
+    for expert, start, live in zip(
+        block_expert.tolist(), block_start.tolist(), block_live.tolist(), strict=True
+    ):
         if expert < 0:
             continue
-        places = range(start, min(start + block_m, int(end[expert])))
-        assert len(places) > 0
-        slots = [int(order[p]) for p in places]
+        assert 0 < live <= block_m
+        slots = [int(order[p]) for p in range(start, start + live)]
         assert all(flat[s] == expert for s in slots)
         seen += slots
     assert sorted(seen) == [s for s, e in enumerate(flat) if e >= 0]

@@ -11,8 +11,8 @@ import torch
 
 from q38.base.errors import InputError, ResourceError
 from q38.kernels import tune as module
-from q38.kernels.configs import load
-from q38.kernels.tune import Workload, candidates, tune
+from q38.kernels.configs import Tuned, load
+from q38.kernels.tune import Workload, candidates, entries_of, tune
 from q38.measure.kernels import plan_tuning, read_sizes
 from q38.residency.layout import ExpertLayout
 
@@ -70,6 +70,24 @@ def test_only_wins_above_two_percent_are_kept(tmp_path: Path, with_gpu: pytest.M
     tune(WORK, tmp_path / "b", identity={}, kernels=("int8",))
     entries = load(tmp_path / "b" / "NVIDIA_Test.json").entries
     assert [(e.us, e.default_us) for e in entries] == [(90.0, 100.0)] * 3
+
+
+def test_a_count_without_a_win_keeps_its_default_beside_one_that_has_one() -> None:
+    def unit(tokens: int, best: float | None, kernel: str = "decode") -> dict[str, Any]:
+        return {
+            "kernel": kernel, "shape": {"hidden": 8}, "tokens": tokens,
+            "default": {"config": {"tiles13": 1}, "us": 10.0},
+            "best": best and {"config": {"tiles13": 2}, "us": best},
+        }  # fmt: skip
+
+    entries = entries_of([unit(1, None), unit(16, 8.0), unit(1, None, "int8")])
+    assert [(e.kernel, e.tokens, e.config["tiles13"]) for e in entries] == [
+        ("decode", 1, 1),
+        ("decode", 16, 2),
+    ]
+    tuned = Tuned("GPU", "3.6.0", "trace", entries)
+    nearest = tuned.find("decode", {"hidden": 8}, 2)
+    assert nearest is not None and nearest.config == {"tiles13": 1}
 
 
 def test_a_default_that_does_not_run_gives_way_to_any_candidate(

@@ -1,0 +1,195 @@
+"""Profiles of recorded files and of a server's answers, over real HTTP in SGLang's format."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from q38.base.errors import InputError, Q38Error, ResourceError
+from q38.cli.app import main
+from q38.measure.placement_sources import import_placement, model_sizes, record_server
+from q38.residency.imported import Sizes
+from q38.residency.profile import load
+from q38.residency.trace import Trace, read_trace, write_trace
+from q38.serving.client import ServerError
+
+TOKENS, SEQLEN = 520, 66  # 8 requests of 65 recorded steps
+Answer = Callable[[dict[str, Any]], tuple[int, Any]]
+
+
+@pytest.fixture
+def sizes(packed: Path) -> Sizes:
+    return model_sizes(packed)
+
+
+def random_ids(sizes: Sizes, tokens: int, seed: int) -> Any:
+    noise = np.random.default_rng(seed).random((tokens, sizes.layers, sizes.experts))
+    return noise.argsort(-1)[..., : sizes.top_k].astype(np.int32)
+
+
+@contextmanager
+def completions(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server with SGLang's completions endpoint: its address, and the requests it got."""
+    requests: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: object) -> None: ...
+
+        def do_GET(self) -> None:
+            self._send(200, {"data": [{"id": "served"}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            requests.append({**body, "path": self.path})
+            self._send(*answer(body))
+
+        def _send(self, status: int, document: Any) -> None:
+            data = document.encode() if isinstance(document, str) else json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", requests
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def routed(sizes: Sizes) -> Answer:
+    """As SGLang answers: int32 [start .. sequence - 1, layers, top k] in base64."""
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        length = len(body["prompt"]) + body["max_tokens"]
+        ids = random_ids(sizes, length - 1 - body["routed_experts_start_len"], sum(body["prompt"]))
+        return 200, {
+            "choices": [{"text": "x"}],
+            "sglext": {"routed_experts": base64.b64encode(ids.tobytes()).decode()},
+        }
+
+    return answer
+
+
+def test_a_server_is_recorded_choice_by_choice(packed: Path, sizes: Sizes, tmp_path: Path) -> None:
+    out, trace = tmp_path / "p.safetensors", tmp_path / "t.safetensors"
+    with completions(routed(sizes)) as (url, requests):
+        report = record_server(packed, out, url, tokens=TOKENS, seqlen=SEQLEN, trace=trace)
+        again = record_server(packed, out, url, tokens=TOKENS, seqlen=SEQLEN, trace=trace)
+    assert again["up_to_date"] and not report["up_to_date"] and len(requests) == 8
+    assert all(r["path"] == "/v1/completions" and r["return_routed_experts"] for r in requests)
+    assert all(
+        len(r["prompt"]) == r["max_tokens"] == r["routed_experts_start_len"] == SEQLEN for r in requests
+    )
+    expected = np.concatenate([random_ids(sizes, SEQLEN - 1, sum(r["prompt"])) for r in requests])
+    assert np.array_equal(read_trace(trace).ids, expected)
+    profile = load(out)
+    assert profile.tokens == report["tokens"] == TOKENS
+    assert (profile.count.sum(1) == TOKENS * sizes.top_k).all()
+    assert profile.metadata["served"] == "served" and report["coverage"][0]["equal"] is not None
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "message"),
+    [
+        ((200, {"choices": [{"text": "x"}]}), InputError, "--enable-return-routed-experts"),
+        ((200, {"choices": [], "sglext": {"routed_experts": "%%%"}}), ServerError, "base64"),
+        ((200, {"sglext": {"routed_experts": base64.b64encode(b"\1\0\0\0" * 3).decode()}}), InputError, "do not fit"),
+        ((200, {"sglext": {"routed_experts": base64.b64encode(b"\377\177\0\0" * 64).decode()}}), InputError, "do not fit"),
+        ((400, {"message": "no such field"}), ServerError, "400.*no such field"),
+        ((200, "<html>"), ServerError, "no JSON"),
+    ],
+)  # fmt: skip
+def test_an_answer_without_routing_is_refused_and_nothing_is_written(
+    packed: Path, tmp_path: Path, answer: tuple[int, Any], kind: type[Q38Error], message: str
+) -> None:
+    with completions(lambda body: answer) as (url, _), pytest.raises(kind, match=message):
+        record_server(packed, tmp_path / "p", url, tokens=TOKENS, seqlen=SEQLEN)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_is_not_there_is_a_missing_resource(packed: Path, tmp_path: Path) -> None:
+    with pytest.raises(ResourceError):
+        record_server(packed, tmp_path / "p", "http://127.0.0.1:9", tokens=TOKENS, seqlen=SEQLEN)
+
+
+def test_files_make_the_profile_of_their_tokens(packed: Path, sizes: Sizes, tmp_path: Path) -> None:
+    trace = Trace(random_ids(sizes, 600, 1).astype(np.int64), None, sizes.experts)
+    write_trace(tmp_path / "t.safetensors", trace)
+    report = import_placement(
+        packed, tmp_path / "p", [tmp_path / "t.safetensors"], sizes=[sizes.experts // 2]
+    )
+    assert np.array_equal(load(tmp_path / "p").count, trace.counts())
+    (row,) = report["coverage"]
+    misses = (1 - row["equal"]["selections"]) * sizes.layers * sizes.top_k  # rows per token
+    text = json.loads((packed / "config.json").read_text())["text_config"]
+    weights = 3 * text["hidden_size"] * text["moe_intermediate_size"]
+    assert row["host_bytes"] == pytest.approx(misses * (weights / 4 + weights / 32 * 2), rel=0.3)
+
+
+def test_an_old_profile_reports_what_it_covers_itself(packed: Path, sizes: Sizes, tmp_path: Path) -> None:
+    counts = torch.zeros(sizes.layers, sizes.experts, dtype=torch.int64)
+    counts[:, : sizes.top_k] = 600
+    torch.save({"count": counts, "mass": counts.float()}, tmp_path / "old.pt")
+    report = import_placement(packed, tmp_path / "p", [tmp_path / "old.pt"], sizes=[sizes.top_k])
+    (row,) = report["coverage"]
+    assert row["built"]["selections"] == 1 and row["equal"] is None and row["host_bytes"] == 0
+    assert report["unseen"] == sizes.layers * (sizes.experts - sizes.top_k)
+
+
+class TestCommand:
+    def run(self, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["q38", "build-placement", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        return code if isinstance(code, int) else 0
+
+    def test_files_and_servers_from_the_command_line(
+        self, packed: Path, sizes: Sizes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    ) -> None:
+        for i in (1, 2):
+            ids = random_ids(sizes, 600, i).astype(np.int64)
+            write_trace(tmp_path / f"{i}.safetensors", Trace(ids, None, sizes.experts))
+        files = (
+            "--from",
+            tmp_path / "1.safetensors",
+            "--from",
+            tmp_path / "2.safetensors",
+            "--weights",
+            "3,1",
+        )
+        assert self.run(monkeypatch, packed, "-o", tmp_path / "p", *files, "--dry-run") == 0
+        assert not (tmp_path / "p").exists() and "1,200 tokens" in capfd.readouterr().out
+        assert self.run(monkeypatch, packed, "-o", tmp_path / "p", *files) == 0
+        assert "host/token" in capfd.readouterr().out
+        with completions(routed(sizes)) as (url, _):
+            options = ("--server", url, "--tokens", TOKENS, "--seqlen", SEQLEN)
+            assert self.run(monkeypatch, packed, "-o", tmp_path / "q", *options, "--dry-run") == 0
+            assert not (tmp_path / "q").exists()
+            assert self.run(monkeypatch, packed, "-o", tmp_path / "q", *options) == 0
+        assert load(tmp_path / "q").tokens == TOKENS
+
+    @pytest.mark.parametrize(
+        "options",
+        [("--from", "a", "--server", "http://b"), ("--weights", "1"), ("--from", "a", "--trace", "t")],
+    )
+    def test_sources_exclude_each_other(
+        self, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+    ) -> None:
+        assert self.run(monkeypatch, packed, "-o", tmp_path / "p", *options) == 2
