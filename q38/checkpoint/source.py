@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from q38.base.errors import InputError
 from q38.checkpoint.fp8 import dequantize_blocks
 from q38.checkpoint.header import ITEM_BITS
 from q38.checkpoint.index import Checkpoint, to_torch_dtype
@@ -23,7 +24,11 @@ class SourceWeights:
     checkpoint: Checkpoint
 
     def shape(self, module: str) -> tuple[int, int] | None:
-        """[N out, K in] of a module's matrix; None if the source has none."""
+        """[N out, K in] of a module's matrix; None if the source has none.
+
+        Raises:
+            InputError: it is stored as fp8 codes without their scales.
+        """
         place = self._place(module)
         return None if place is None else (place.rows, place.columns)
 
@@ -53,6 +58,14 @@ class SourceWeights:
     def _place(self, module: str) -> _Place | None:
         tensors = self.checkpoint.tensors
         if (info := tensors.get(f"{module}.weight")) is not None:
+            if not info.numel or not info.shape:
+                return None
+            if info.dtype.startswith("F8") and f"{module}.weight_scale_inv" not in tensors:
+                raise InputError(
+                    f"tensor {info.name} is fp8 and has no weight_scale_inv, so its values are unknown",
+                    where=info.file,
+                    remedy="download the shard that holds its scales, or give the bf16 release",
+                )
             return _Place(info.name, info.dtype, info.shape[0], info.numel // info.shape[0], 0)
         match = EXPERT.match(module)
         if match is None:
@@ -60,7 +73,7 @@ class SourceWeights:
         projection, expert = match["proj"], int(match["expert"])
         fused = "down_proj" if projection == "down_proj" else "gate_up_proj"
         info = tensors.get(f"{match['layer']}.mlp.experts.{fused}")
-        if info is None or expert >= info.shape[0]:
+        if info is None or len(info.shape) != 3 or expert >= info.shape[0]:
             return None
         _, rows, columns = info.shape
         matrix = rows * columns * ITEM_BITS[info.dtype] // 8

@@ -70,7 +70,8 @@ def plan(
         rows = [(g.group, g.parameters, g.tensors, g.bytes, g.bits_per_weight) for g in cost.groups]
         console.table(("group", "parameters", "tensors", "bytes", "bits/weight"), rows)
         console.print(
-            f"\n{cost.tensors:,} tensors, {cost.tensor_bytes:,} tensor bytes, and {format_bytes(cost.ngram_bytes)} of n-gram table beside them"
+            f"\n{cost.tensors:,} tensors, {cost.tensor_bytes:,} tensor bytes (file headers, about {cost.header_bytes:,} bytes, not "
+            f"among them), and {format_bytes(cost.ngram_bytes)} of n-gram table beside them"
         )
         console.print(
             f"{cost.bits_per_weight:.3f} bits per weight by bytes; {cost.published_bits_per_weight:.3f} by the published formula"

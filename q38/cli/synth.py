@@ -64,3 +64,6 @@ def tiny(
                 f"trained {training['steps']} steps: held-out loss {training['loss_before']:.3f} -> {training['loss_after']:.3f} nats/token"
             )
         console.emit({"out": str(out), "dry_run": dry_run, **result})
+
+
+from q38.cli import synth_sparse  # noqa: E402, F401

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from q38.inspection.findings import Findings
-from q38.inspection.layout import packed_width
 from q38.inspection.opened import Opened
 from q38.model.names import EXPERT, Group, classify, module_of
 from q38.recipe.bits import PACKING, fused_modules
 from q38.recipe.resolve import HIGH, Scheme, resolve_loader, resolve_sglang
 
 _REWRITE = "quantize again with q38, which writes exact names"
+_NUMBERS = ("bits", "group_size")  # fields of an entry of extra_config
 _LOOKED_UP = (Group.NGRAM, Group.EMBED, Group.VISION)
 _SAMPLED_EXPERTS = 2  # of each layer, where no pattern tells experts apart
 
@@ -58,7 +58,23 @@ def _check_format(config: Mapping[str, Any], findings: Findings) -> bool:
     if not isinstance(extra, Mapping) or not all(isinstance(v, Mapping) for v in extra.values()):
         findings.add("bits-config", "extra_config is not a mapping from names to entries", _REWRITE, **file)
         return False
-    return "sym" in config
+    blocks = config.get("block_name_to_quantize") or config.get("to_quant_block_names") or []
+    if not isinstance(blocks, str) and not (
+        isinstance(blocks, list) and all(isinstance(b, str) for b in blocks)
+    ):
+        findings.add(
+            "bits-config", f"block_name_to_quantize is {blocks!r:.60}, no list of names", _REWRITE, **file
+        )
+        return False
+    wrong = {
+        f"{key}.{name}": entry[name]
+        for key, entry in extra.items()
+        for name in _NUMBERS
+        if type(entry.get(name, 0)) is not int
+    }
+    for name, value in wrong.items():
+        findings.add("bits-config", f"extra_config.{name} is {value!r:.60}, not an integer", _REWRITE, **file)
+    return "sym" in config and not wrong
 
 
 def _stored(opened: Opened, findings: Findings) -> dict[str, int]:
@@ -67,7 +83,7 @@ def _stored(opened: Opened, findings: Findings) -> dict[str, int]:
     for name, info in opened.tensors.items():
         if name.endswith(".qweight"):
             module = name.removesuffix(".qweight")
-            width = packed_width(opened, module)
+            width = opened.widths[module]
             if not width:
                 findings.add(
                     "bits-width",
@@ -232,7 +248,7 @@ def _expect(
 
 def _stored_group_size(opened: Opened, module: str) -> int:
     words, scales = opened.tensors.get(f"{module}.qweight"), opened.tensors.get(f"{module}.scales")
-    width = packed_width(opened, module)
+    width = opened.widths.get(module)
     if words is None or scales is None or not width or not scales.shape[0]:
         return 0
     return words.shape[0] * 32 // width // scales.shape[0]

@@ -15,7 +15,6 @@ from q38.checkpoint.header import TensorInfo
 from q38.checkpoint.index import Checkpoint
 from q38.checkpoint.job import MANIFEST
 from q38.inspection.findings import Findings
-from q38.inspection.layout import packed_width
 from q38.inspection.opened import Opened
 
 _SLICE = 16 * 1024  # bytes; four of them a tensor
@@ -59,7 +58,7 @@ def _check_slice(
     if not _finite(data, info.dtype):
         findings.add("values-not-finite", "holds NaN or infinity", _AGAIN, **place)
     elif name.endswith(".qzeros"):
-        if not _symmetric(data, packed_width(opened, name.removesuffix(".qzeros")) or 0):
+        if not _symmetric(data, opened.widths.get(name.removesuffix(".qzeros"), 0)):
             findings.add(
                 "zeros-asymmetric", "zero points are not 2^(bits-1)", "quantize symmetrically", **place
             )

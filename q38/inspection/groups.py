@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from q38.checkpoint.header import TensorInfo
-from q38.inspection.layout import packed_width
 from q38.inspection.opened import Opened
 from q38.model.names import Group, classify
 
@@ -54,6 +53,6 @@ def count_groups(opened: Opened) -> list[GroupCount]:
 
 def _parameters(opened: Opened, name: str, info: TensorInfo) -> int:
     if name.endswith(".qweight"):
-        width = packed_width(opened, name.removesuffix(".qweight"))
+        width = opened.widths[name.removesuffix(".qweight")]
         return math.prod(info.shape) * 32 // width if width else 0
     return 0 if name.endswith(_OVERHEAD) else info.numel

@@ -47,10 +47,9 @@ def detect_layout(opened: Opened, findings: Findings) -> Layout | None:
 
 def experts_form(opened: Opened, findings: Findings) -> str:
     """ "fused" (one 3-D tensor per layer), "per expert", "mixed" or "none"."""
-    fused = {
-        m["n"] for name in opened.tensors if (m := FUSED_EXPERTS.match(name)) and not name.startswith("mtp.")
-    }
-    single = {m["n"] for name in opened.tensors if (m := EXPERT.match(name)) and not name.startswith("mtp.")}
+    experts = [name for name in opened.tensors if ".experts." in name and not name.startswith("mtp.")]
+    fused = {m["n"] for name in experts if (m := FUSED_EXPERTS.match(name))}
+    single = {m["n"] for name in experts if (m := EXPERT.match(name))}
     if fused and single:
         findings.add(
             "experts-mixed-layout",
@@ -59,24 +58,6 @@ def experts_form(opened: Opened, findings: Findings) -> str:
         )
         return "mixed"
     return "fused" if fused else "per expert" if single else "none"
-
-
-def packed_width(opened: Opened, module: str) -> int | None:
-    """Bits of a packed matrix by its own three tensors; None if it is not packed, 0 if they fit no width."""
-    words = opened.tensors.get(f"{module}.qweight")
-    if words is None:
-        return None
-    zeros, scales = opened.tensors.get(f"{module}.qzeros"), opened.tensors.get(f"{module}.scales")
-    if (
-        zeros is None
-        or scales is None
-        or len(zeros.shape) != 2
-        or len(scales.shape) != 2
-        or not scales.shape[1]
-    ):
-        return 0
-    width, rest = divmod(zeros.shape[1] * 32, scales.shape[1])
-    return width if not rest and width in (2, 3, 4, 8) else 0
 
 
 def check_tensors(opened: Opened, layout: Layout, experts: str, findings: Findings) -> None:
@@ -152,7 +133,7 @@ def _packed(opened: Opened, tensors: Iterator[Expected]) -> Iterator[Expected]:
     group_size = opened.quantization.get("group_size")
     for tensor in tensors:
         module = tensor.name.removesuffix(".weight")
-        width = packed_width(opened, module) if len(tensor.shape) == 2 else None
+        width = opened.widths.get(module) if len(tensor.shape) == 2 else None
         if width:
             group = _group_size(opened, module, group_size)
             yield from packed_tensors(module, tensor.shape[0], tensor.shape[1], width, group)
@@ -165,7 +146,8 @@ def _packed(opened: Opened, tensors: Iterator[Expected]) -> Iterator[Expected]:
 
 
 def _group_size(opened: Opened, module: str, base: object) -> int:
-    entry = (opened.quantization.get("extra_config") or {}).get(module)
+    extra = opened.quantization.get("extra_config")
+    entry = extra.get(module) if isinstance(extra, Mapping) else None
     value = entry.get("group_size", base) if isinstance(entry, Mapping) else base
     return value if type(value) is int else -1
 

@@ -12,8 +12,9 @@ from q38.checkpoint.header import TensorInfo
 from q38.inspection.findings import Findings
 from q38.inspection.opened import Opened
 from q38.model.names import LAYERS, NGRAM_SHARD
-from q38.model.ngram import head_offsets, head_sizes, multipliers, table_rows
+from q38.model.ngram import constants, head_sizes, table_rows
 from q38.ple.find import PLE_JSON, find_ple
+from q38.ple.scales import DTYPES
 from q38.ple.table import read_info
 
 _RESTORE = "download the checkpoint again, or correct config.json"
@@ -89,7 +90,7 @@ def _table(opened: Opened, index: int, findings: Findings) -> dict[str, Any]:
             "ple-shards", f"is {first.dtype}", "known: BF16, F8_E4M3", file=first.file.name, tensor=first.name
         )
     if first.dtype == "F8_E4M3":
-        _scale(opened, f"{prefix}.weight_scale", findings)
+        _scale(opened, f"{prefix}.weight_scale", rows, findings)
     return {**facts, "rows": rows, "shards": len(shards), "dtype": first.dtype, "where": "checkpoint"}
 
 
@@ -136,14 +137,16 @@ def _split_table(opened: Opened, rows: int, dim: int, findings: Findings) -> dic
     return {"rows": info.rows, "shards": info.n_shards, "dtype": info.dtype, "where": str(directory)}
 
 
-def _scale(opened: Opened, name: str, findings: Findings) -> None:
+def _scale(opened: Opened, name: str, rows: int, findings: Findings) -> None:
     info = opened.tensors.get(name)
+    if info is not None and info.shape in ((rows,), (rows, 1)) and info.dtype in DTYPES and rows > 1:
+        return  # one per row; split-ple checks each
     if info is None:
         findings.add("ple-scale", "the table is fp8 and its scale is missing", _RESTORE, tensor=name)
-    elif info.numel != 1 or info.dtype not in ("BF16", "F32", "F16"):
+    elif info.numel != 1 or info.dtype not in DTYPES:
         findings.add(
             "ple-scale",
-            f"is {info.dtype} {list(info.shape)}, one number expected",
+            f"is {info.dtype} {list(info.shape)}, one number or one per row expected",
             _RESTORE,
             file=info.file.name,
             tensor=name,
@@ -158,12 +161,7 @@ def _constants(opened: Opened, index: int, findings: Findings) -> None:
     """The three int64 tensors against the values rebuilt from config.json."""
     ngram = opened.shape.ngram
     assert ngram is not None
-    rebuilt = {
-        "layer_multipliers": multipliers(opened.shape, index),
-        "ngram_heads_vocab_sizes": head_sizes(ngram, index),
-        "ngram_heads_offsets": head_offsets(ngram, index),
-    }
-    for leaf, values in rebuilt.items():
+    for leaf, values in constants(opened.shape, index).items():
         name = f"{LAYERS}.{ngram.layer_ids[index]}.ple.ple_embedding.{leaf}"
         info = opened.tensors.get(name)
         if info is None or opened.checkpoint is None or info.shape != (len(values),) or info.dtype != "I64":

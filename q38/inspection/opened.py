@@ -12,6 +12,7 @@ from typing import Any
 from q38.base.errors import InputError
 from q38.checkpoint.header import Header, TensorInfo, read_header
 from q38.checkpoint.index import INDEX, SINGLE, Checkpoint, read_json
+from q38.checkpoint.packing import WIDTHS
 from q38.inspection.findings import Findings
 from q38.model.shape import ModelShape
 
@@ -36,6 +37,7 @@ class Opened:
     files: dict[str, int]
     read_text: Callable[[str], str | None] = field(repr=False)
     checkpoint: Checkpoint | None = None
+    _known: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def quantization(self) -> Mapping[str, Any]:
@@ -49,10 +51,29 @@ class Opened:
 
     @cached_property
     def has_packed(self) -> bool:
-        return any(name.endswith(".qweight") for name in self.tensors)
+        return bool(self.widths)
 
     def has(self, prefix: str) -> bool:
-        return any(name.startswith(prefix) for name in self.tensors)
+        """Whether a tensor of this prefix is there."""
+        if prefix not in self._known:
+            self._known[prefix] = any(name.startswith(prefix) for name in self.tensors)
+        return self._known[prefix]
+
+    @cached_property
+    def widths(self) -> dict[str, int]:
+        """Module -> bits of each packed matrix by its own three tensors; 0 where they fit no width."""
+        suffix = ".qweight"
+        modules = (name[: -len(suffix)] for name in self.tensors if name.endswith(suffix))
+        return {module: self._width(module) for module in modules}
+
+    def _width(self, module: str) -> int:
+        zeros, scales = self.tensors.get(f"{module}.qzeros"), self.tensors.get(f"{module}.scales")
+        if zeros is None or scales is None or len(zeros.shape) != 2 or len(scales.shape) != 2:
+            return 0
+        if not scales.shape[1]:
+            return 0
+        width, rest = divmod(zeros.shape[1] * 32, scales.shape[1])
+        return width if not rest and width in WIDTHS else 0
 
     def json(self, name: str) -> dict[str, Any] | None:
         """A JSON object beside the shards; None where absent or broken."""

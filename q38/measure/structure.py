@@ -24,7 +24,7 @@ from q38.measure.tokenizer import (
 )
 from q38.model.expected import Expected, ngram_tensors, quantized_tensors, source_tensors
 from q38.model.names import EXPERT, LAYERS, PACKABLE, Group, classify
-from q38.model.ngram import head_offsets, head_sizes, multipliers, table_rows
+from q38.model.ngram import constants, table_rows
 from q38.ple.find import PLE_JSON, find_ple
 from q38.ple.table import read_info
 from q38.recipe.bits import check_resolution, fused_modules
@@ -288,12 +288,7 @@ def _ngram_constants(stored: Stored) -> Check:
         return Check.skipped(name, "the model has none")
     faults, checked = [], 0
     for index, layer in enumerate(stored.shape.ngram.layer_ids):
-        wanted = {
-            "layer_multipliers": multipliers(stored.shape, index),
-            "ngram_heads_vocab_sizes": head_sizes(stored.shape.ngram, index),
-            "ngram_heads_offsets": head_offsets(stored.shape.ngram, index),
-        }
-        for key, values in wanted.items():
+        for key, values in constants(stored.shape, index).items():
             info = stored.tensors.get(f"{LAYERS}.{layer}.ple.ple_embedding.{key}")
             if info is None or info.shape != (len(values),):
                 continue  # reported as missing or of a wrong shape

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from q38.model.names import LAYERS
 from q38.model.ngram import table_rows
-from q38.model.shape import ModelShape
+from q38.model.shape import MAX_LAYERS, ModelShape, SizeReader
 
 Layout = Literal["bf16", "fp8", "quantized"]
 TEXT = "model.language_model"
@@ -96,15 +96,20 @@ def mtp_tensors(shape: ModelShape, layout: Layout = "bf16") -> Iterator[Expected
 
 
 def vision_tensors(vision: Mapping[str, Any]) -> Iterator[Expected]:
-    """The vision tower (names and shapes of transformers' Qwen4ExpVisionModel)."""
-    h, mid = int(vision["hidden_size"]), int(vision["intermediate_size"])
-    merged = h * int(vision.get("spatial_merge_size", 2)) ** 2
-    patch = int(vision.get("patch_size", 16))
-    conv = (h, int(vision.get("in_channels", 3)), int(vision.get("temporal_patch_size", 2)), patch, patch)
+    """The vision tower (names and shapes of transformers' Qwen4ExpVisionModel).
+
+    Raises:
+        InputError: a size is missing or no positive integer.
+    """
+    number = SizeReader(vision, "config.json", "vision_config")
+    h, mid = number("hidden_size"), number("intermediate_size")
+    merged = h * number("spatial_merge_size", 2) ** 2
+    patch = number("patch_size", 16)
+    conv = (h, number("in_channels", 3), number("temporal_patch_size", 2), patch, patch)
     root = "model.visual"
     yield from _biased(f"{root}.patch_embed.proj", conv)
-    yield _weight(f"{root}.pos_embed", int(vision.get("num_position_embeddings", 2304)), h)
-    for i in range(int(vision["depth"])):
+    yield _weight(f"{root}.pos_embed", number("num_position_embeddings", 2304), h)
+    for i in range(number("depth", most=MAX_LAYERS)):
         block = f"{root}.blocks.{i}"
         for name, size in (
             ("attn.qkv", (3 * h, h)),
@@ -117,7 +122,7 @@ def vision_tensors(vision: Mapping[str, Any]) -> Iterator[Expected]:
         yield from _biased(f"{block}.norm2", (h,))
     yield from _biased(f"{root}.merger.norm", (h,))
     yield from _biased(f"{root}.merger.linear_fc1", (merged, merged))
-    yield from _biased(f"{root}.merger.linear_fc2", (int(vision["out_hidden_size"]), merged))
+    yield from _biased(f"{root}.merger.linear_fc2", (number("out_hidden_size"), merged))
 
 
 def packed_tensors(

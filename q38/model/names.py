@@ -78,6 +78,7 @@ PACKABLE = frozenset(
 )  # fmt: skip
 
 PACKED_SUFFIXES = (".qweight", ".qzeros", ".scales")
+_PARAMETERS = frozenset({"weight_scale_inv", "weight_scale", "weight", "bias", "qweight", "qzeros", "scales"})
 NGRAM_SHARD = re.compile(r"^(?P<prefix>.*\.ngram_embedding)\.shard_(?P<n>\d+)\.weight$")
 NGRAM_SCALE = re.compile(r"\.ngram_embedding\.weight_scale$")
 EXPERT = re.compile(
@@ -86,11 +87,16 @@ EXPERT = re.compile(
 FUSED_EXPERTS = re.compile(
     r"^(?P<layer>.*\.layers\.(?P<n>\d+))\.mlp\.experts\.(?P<proj>gate_up_proj|down_proj)$"
 )
+_ONE_EXPERT = re.compile(
+    r"model\.language_model\.layers\.\d+\.mlp\.experts\.\d+\.(?:gate|up|down)_proj(?:\.(?:q?weight|qzeros|scales|weight_scale_inv))?$"
+)
 LAYER = re.compile(r"\.layers\.(?P<n>\d+)\.")
 
 
 def classify(name: str) -> Group:
     """The group of a tensor or module name (source, packed or per-expert spelling)."""
+    if _ONE_EXPERT.match(name):  # nearly all tensors of an FP8 or packed checkpoint, so first
+        return Group.EXPERTS
     return _classify_pattern(_NUMBER.sub("0", name))
 
 
@@ -112,7 +118,5 @@ def layer_of(name: str) -> int | None:
 
 def module_of(name: str) -> str:
     """Tensor name -> module name: the last component dropped where it names a parameter."""
-    for suffix in (".weight_scale_inv", ".weight_scale", ".weight", ".bias", *PACKED_SUFFIXES):
-        if name.endswith(suffix):
-            return name[: -len(suffix)]
-    return name
+    module, _, last = name.rpartition(".")
+    return module if last in _PARAMETERS else name

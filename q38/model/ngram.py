@@ -60,6 +60,16 @@ def multipliers(shape: ModelShape, index: int = 0) -> tuple[int, ...]:
     return tuple(2 * (_splitmix64(seed + _GAMMA * (j + 1)) % bound) + 1 for j in range(ngram.ngram_size))
 
 
+def constants(shape: ModelShape, index: int = 0) -> dict[str, tuple[int, ...]]:
+    """The int64 tensors that a checkpoint keeps beside the table, by the last part of their names."""
+    ngram = _ngram(shape)
+    return {
+        "layer_multipliers": multipliers(shape, index),
+        "ngram_heads_vocab_sizes": head_sizes(ngram, index),
+        "ngram_heads_offsets": head_offsets(ngram, index),
+    }
+
+
 def row_ids(tokens: NDArray[np.int64], shape: ModelShape, index: int = 0) -> NDArray[np.int64]:
     """The table rows that each token looks up.
 

@@ -93,16 +93,22 @@ class ModelShape:
                 remedy="give a Qwen3.8-Flash-Next (Qwen4-Exp) checkpoint",
             )
         layers = tuple(_layer_type(kind, i, where) for i, kind in enumerate(_layer_types(text, where)))
-        number = _Reader(text, where)
+        number = SizeReader(text, where)
         ids = text.get("ple_layer_ids") or []
-        mtp = text.get("mtp_num_hidden_layers") or 0
+        mtp = number("mtp_num_hidden_layers") if text.get("mtp_num_hidden_layers") else 0
+        if (len(layers) + mtp) * number("num_experts") > _MAX_EXPERTS:
+            raise InputError(
+                f"{len(layers)} layers of {number('num_experts')} experts are more than q38 counts",
+                where=where,
+                remedy=_RESTORE,
+            )
         return cls(
             layer_types=layers,
             **{name: number(name) for name in _REQUIRED},
             ple_conv_kernel_size=number("ple_conv_kernel_size", default=4),
             max_position_embeddings=number("max_position_embeddings", default=32768),
-            eos_token_id=_first(text.get("eos_token_id")),
-            mtp_layers=int(mtp),
+            eos_token_id=_eos(text.get("eos_token_id"), where),
+            mtp_layers=mtp,
             tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
             ngram=_ngram(text, ids, number, len(layers), where) if ids else None,
         )
@@ -116,49 +122,72 @@ _REQUIRED = (
 )  # fmt: skip
 
 
-class _Reader:
-    def __init__(self, text: Mapping[str, Any], where: str) -> None:
-        self.text, self.where = text, where
+_RESTORE = "restore config.json of the release"
+# Bounds that no real model comes near: a damaged config must be refused, not counted through.
+_MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 10_000
+_MAX_EXPERTS = 2**21  # of all layers together
+_MAX_PARTS = 2**16
+_MAX_HEADS = 2**12
 
-    def __call__(self, name: str, default: int | None = None) -> int:
-        value = self.text.get(name, default)
+
+class SizeReader:
+    """Reads sizes from one section of config.json: positive integers, or an InputError that names the key."""
+
+    def __init__(self, values: Mapping[str, Any], where: str, section: str = "text_config") -> None:
+        self.values, self.where, self.section = values, where, section
+
+    def __call__(self, name: str, default: int | None = None, most: int = _MAX_SIZE) -> int:
+        value = self.values.get(name, default)
         if value is None:
             raise InputError(
-                f"text_config.{name} is missing",
+                f"{self.section}.{name} is missing",
                 where=self.where,
-                remedy="restore config.json of the release",
+                remedy=_RESTORE,
             )
-        if type(value) is not int or value <= 0:
+        if type(value) is not int or not 0 < value <= most:
             raise InputError(
-                f"text_config.{name} is {value!r}, not a positive integer",
+                f"{self.section}.{name} is {_short(value)}, not a positive integer that a size can be",
                 where=self.where,
-                remedy="restore config.json of the release",
+                remedy=_RESTORE,
             )
         return value
 
 
-def _first(ids: Any) -> int | None:
+def _eos(ids: Any, where: str) -> int | None:
     """eos_token_id may be a list; the n-gram hash uses its first."""
-    return (ids[0] if ids else None) if isinstance(ids, list) else ids
+    first = (ids[0] if ids else None) if isinstance(ids, list) else ids
+    if first is not None and (type(first) is not int or not 0 <= first <= _MAX_SIZE):
+        raise InputError(
+            f"text_config.eos_token_id is {_short(ids)}, not a token id", where=where, remedy=_RESTORE
+        )
+    return first
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _layer_types(text: Mapping[str, Any], where: str) -> list[Any]:
     layers = text.get("layer_types")
     count = text.get("num_hidden_layers")
-    if layers is None and isinstance(count, int):
-        every = text.get("full_attention_interval", 4)  # transformers' default pattern
+    if layers is None and count is not None:
+        number = SizeReader(text, where)
+        every = number("full_attention_interval", default=4)  # transformers' default pattern
+        count = number("num_hidden_layers", most=MAX_LAYERS)
         return ["full_attention" if (i + 1) % every == 0 else LINEAR_SPELLING for i in range(count)]
     if not isinstance(layers, list) or not layers:
         raise InputError(
             "text_config.layer_types is missing or empty",
             where=where,
-            remedy="restore config.json of the release",
+            remedy=_RESTORE,
         )
     if count is not None and count != len(layers):
         raise InputError(
-            f"{len(layers)} layer_types for num_hidden_layers {count}",
+            f"{len(layers)} layer_types for num_hidden_layers {_short(count)}",
             where=where,
-            remedy="restore config.json of the release",
+            remedy=_RESTORE,
         )
     return layers
 
@@ -169,16 +198,24 @@ def _layer_type(kind: Any, i: int, where: str) -> str:
     if kind in ATTENTION_SPELLINGS:
         return "full_attention"
     raise InputError(
-        f"layer_types[{i}] is '{kind}'",
+        f"layer_types[{i}] is '{_short(kind) if not isinstance(kind, str) else kind}'",
         where=where,
         remedy=f"known: {', '.join((LINEAR_SPELLING, *ATTENTION_SPELLINGS))}",
     )
 
 
-def _ngram(text: Mapping[str, Any], ids: list[Any], number: _Reader, layers: int, where: str) -> NgramShape:
-    if not all(type(i) is int and 1 <= i <= layers for i in ids):
+def _seed(value: Any, where: str) -> int:
+    if value is not None and (type(value) is not int or not 0 <= value < 2**63):
+        raise InputError(f"text_config.seed is {_short(value)}, not a seed", where=where, remedy=_RESTORE)
+    return 1234 if value is None else value
+
+
+def _ngram(
+    text: Mapping[str, Any], ids: list[Any], number: SizeReader, layers: int, where: str
+) -> NgramShape:
+    if not isinstance(ids, list) or not all(type(i) is int and 1 <= i <= layers for i in ids):
         raise InputError(
-            f"ple_layer_ids {ids} are not in 1..{layers}",
+            f"ple_layer_ids {_short(ids)} are not in 1..{layers}",
             where=where,
             remedy="they count from one; restore config.json",
         )
@@ -189,9 +226,15 @@ def _ngram(text: Mapping[str, Any], ids: list[Any], number: _Reader, layers: int
         heads_per_ngram=number("heads_per_ngram", default=8),
         vocab_base=number("ngram_vocab_size_base", default=20_000_000),
         divisor=number("make_ngram_vocab_size_divisible_by", default=128),
-        parts=number("split_ngram_parts", default=512),
-        seed=1234 if text.get("seed") is None else int(text["seed"]),
+        parts=number("split_ngram_parts", default=512, most=_MAX_PARTS),
+        seed=_seed(text.get("seed"), where),
     )
+    if shape.heads * len(shape.layer_ids) > _MAX_HEADS:
+        raise InputError(
+            f"{shape.heads} n-gram heads on {len(shape.layer_ids)} layers are more than q38 counts",
+            where=where,
+            remedy=_RESTORE,
+        )
     if shape.embed_dim % shape.heads:
         raise InputError(
             f"ple_embed_dim {shape.embed_dim} is not a multiple of {shape.heads} n-gram heads",

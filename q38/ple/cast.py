@@ -43,8 +43,8 @@ def scale_for(pattern: int) -> float:
     return nearest.item()
 
 
-def dequantize(codes: torch.Tensor, scale: float) -> torch.Tensor:
-    """float8_e4m3fn codes -> bf16 values: the product in float32, rounded once."""
+def dequantize(codes: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+    """float8_e4m3fn codes [n, dim] -> bf16 values: the product in float32, rounded once. `scale` may be float32 [n, 1]."""
     return (codes.float() * scale).to(torch.bfloat16)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
 from q38.base.errors import InputError
@@ -18,6 +19,7 @@ from q38.checkpoint.header import ITEM_BITS
 from q38.checkpoint.index import Checkpoint, to_torch_dtype
 from q38.ple.cast import dequantize
 from q38.ple.find import PLE_JSON
+from q38.ple.scales import as_float32
 from q38.ple.source import find_table
 from q38.ple.table import read_info
 
@@ -33,6 +35,15 @@ class _Segment:
     rows: int
 
 
+@dataclass(frozen=True)
+class _RowScales:
+    """One scale per row, together in one file."""
+
+    file: Path
+    offset: int  # of the first, in bytes
+    dtype: str
+
+
 class PleTable:
     """A table on disk, of which only the rows asked for enter memory.
 
@@ -40,15 +51,22 @@ class PleTable:
         num_rows: rows of the table.
         dim: values per row.
         dtype: stored dtype, "F8_E4M3" or "BF16".
-        scale: factor of fp8 codes; None for bf16.
+        scale: factor of fp8 codes; None for bf16, and for a table with one scale per row.
         origin: the file or directory it was opened from.
     """
 
     def __init__(
-        self, segments: list[_Segment], dim: int, dtype: str, scale: float | None, origin: Path
+        self,
+        segments: list[_Segment],
+        dim: int,
+        dtype: str,
+        scale: float | None,
+        origin: Path,
+        row_scales: _RowScales | None = None,
     ) -> None:
         self._files: dict[Path, int] = {}
         self.dim, self.dtype, self.scale, self.origin = dim, dtype, scale, origin
+        self._row_scales = row_scales
         self._row_bytes = dim * ITEM_BITS[dtype] // 8
         self._segments = segments
         self._ends = list(accumulate(s.rows for s in segments))
@@ -65,14 +83,17 @@ class PleTable:
         directory = Path(directory)
         info = read_info(directory)
         segment = _Segment(directory / info.file, 0, info.rows)
-        return cls([segment], info.dim, info.dtype, info.weight_scale, directory / PLE_JSON)
+        scales = _RowScales(directory / info.row_scales["file"], 0, "F32") if info.row_scales else None
+        return cls([segment], info.dim, info.dtype, info.weight_scale, directory / PLE_JSON, scales)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> PleTable:
         """Read rows straight from the shards of a checkpoint whose table was not split off."""
         source = find_table(checkpoint)
         segments = [_Segment(s.file, s.begin, s.shape[0]) for s in source.shards]
-        return cls(segments, source.dim, source.dtype, source.scale, checkpoint.path)
+        tensor = source.row_scales
+        scales = _RowScales(tensor.file, tensor.begin, tensor.dtype) if tensor else None
+        return cls(segments, source.dim, source.dtype, source.scale, checkpoint.path, scales)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up rows.
@@ -91,10 +112,11 @@ class PleTable:
             return torch.empty(0, self.dim, dtype=torch.bfloat16)
         if unique[0] < 0 or unique[-1] >= self.num_rows:
             raise ValueError(f"row {int(unique[-1])} of a table of {self.num_rows} rows")
-        stored = torch.frombuffer(self._read(unique.tolist()), dtype=to_torch_dtype(self.dtype)).view(
-            -1, self.dim
-        )
-        values = stored if self.scale is None else dequantize(stored, self.scale)  # [unique, dim]
+        wanted = unique.tolist()
+        data = self._read([self._place(i) for i in wanted], self._row_bytes, wanted)
+        stored = torch.frombuffer(data, dtype=to_torch_dtype(self.dtype)).view(-1, self.dim)
+        scale = self.scale if self._row_scales is None else self._read_scales(self._row_scales, wanted)
+        values = stored if scale is None else dequantize(stored, scale)  # [unique, dim]
         return values[inverse]
 
     def close(self) -> None:
@@ -103,7 +125,8 @@ class PleTable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies (deepcopy, another process) open the files themselves."""
-        return PleTable, (self._segments, self.dim, self.dtype, self.scale, self.origin)
+        parts = (self._segments, self.dim, self.dtype, self.scale, self.origin, self._row_scales)
+        return PleTable, parts
 
     def __enter__(self) -> PleTable:
         return self
@@ -113,12 +136,16 @@ class PleTable:
     ) -> None:
         self.close()
 
-    def _read(self, ids: list[int]) -> bytearray:
-        """Stored bytes of the rows, in the order of `ids` (ascending, no repeats)."""
-        width = self._row_bytes
-        places = [self._place(i) for i in ids]
+    def _read_scales(self, scales: _RowScales, ids: list[int]) -> torch.Tensor:
+        """float32 [n, 1]."""
+        width, fd = ITEM_BITS[scales.dtype] // 8, self._descriptor(scales.file)
+        data = self._read([(fd, scales.offset + i * width) for i in ids], width, ids)
+        return torch.from_numpy(as_float32(np.frombuffer(data, np.uint8), scales.dtype)).view(-1, 1)
+
+    def _read(self, places: list[tuple[int, int]], width: int, ids: list[int]) -> bytearray:
+        """`width` stored bytes at each place, in the order of `ids` (ascending, no repeats)."""
         if len(places) > 1:
-            self._read_ahead(places)
+            self._read_ahead(places, width)
         buffer = bytearray(len(ids) * width)
         view = memoryview(buffer)
         for n, (fd, offset) in enumerate(places):
@@ -134,13 +161,13 @@ class PleTable:
         first = self._ends[n] - segment.rows
         return self._descriptor(segment.file), segment.offset + (row - first) * self._row_bytes
 
-    def _read_ahead(self, places: list[tuple[int, int]]) -> None:
+    def _read_ahead(self, places: list[tuple[int, int]], width: int) -> None:
         """Let the kernel queue all pages at once: the disk sees depth, not one read after the other."""
         last = (-1, -1)
         for fd, offset in places:
             page = (fd, offset // _PAGE)
             if page != last:
-                os.posix_fadvise(fd, offset, self._row_bytes, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(fd, offset, width, os.POSIX_FADV_WILLNEED)
                 last = page
 
     def _descriptor(self, file: Path) -> int:

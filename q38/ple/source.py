@@ -12,6 +12,7 @@ from q38.checkpoint.index import Checkpoint, fingerprint_file
 from q38.model.names import LAYERS, NGRAM_SCALE, NGRAM_SHARD
 from q38.model.ngram import table_rows
 from q38.model.shape import ModelShape
+from q38.ple.scales import DTYPES
 
 BF16, FP8 = "BF16", "F8_E4M3"
 _RESTORE = "download the checkpoint again, or run q38 inspect on it"
@@ -19,7 +20,11 @@ _RESTORE = "download the checkpoint again, or run q38 inspect on it"
 
 @dataclass(frozen=True)
 class TableSource:
-    """Where the rows of the one n-gram table are. `scale` multiplies fp8 codes; None for bf16."""
+    """Where the rows of the one n-gram table are.
+
+    `scale` multiplies fp8 codes, or the tensor `row_scales` (BF16, F16 or F32, [rows] or [rows, 1]) has one
+    scale per row. Both None for bf16.
+    """
 
     checkpoint: Checkpoint
     layer: int
@@ -27,6 +32,7 @@ class TableSource:
     dtype: str
     dim: int
     scale: float | None
+    row_scales: TensorInfo | None = None
 
     @property
     def rows_per_shard(self) -> list[int]:
@@ -43,7 +49,8 @@ class TableSource:
     @cached_property
     def fingerprint(self) -> dict[str, str]:
         """Hash of each file that holds a part of the table (see `fingerprint_file`)."""
-        files = sorted({s.file for s in self.shards})
+        parts = (*self.shards, *([self.row_scales] if self.row_scales else []))
+        files = sorted({part.file for part in parts})
         return {f.name: fingerprint_file(f, header=self.checkpoint.headers[f.name].raw) for f in files}
 
 
@@ -63,9 +70,10 @@ def find_table(checkpoint: Checkpoint) -> TableSource:
         )
     if len(shape.ngram.layer_ids) != 1:
         raise InputError(
-            f"{len(shape.ngram.layer_ids)} n-gram tables, q38 handles one",
+            f"{len(shape.ngram.layer_ids)} n-gram tables (ple_layer_ids {[i + 1 for i in shape.ngram.layer_ids]}), "
+            "q38 handles models with one",
             where=config,
-            remedy="check text_config.ple_layer_ids",
+            remedy="restore text_config.ple_layer_ids of the release",
         )
     layer = shape.ngram.layer_ids[0]
     shards = _shards(checkpoint, layer)
@@ -94,8 +102,8 @@ def find_table(checkpoint: Checkpoint) -> TableSource:
             where=checkpoint.path,
             remedy=_RESTORE,
         )
-    scale = _scale(checkpoint, layer) if first.dtype == FP8 else None
-    return TableSource(checkpoint, layer, shards, first.dtype, shape.ngram.dim, scale)
+    scale, row_scales = _scales(checkpoint, layer, rows) if first.dtype == FP8 else (None, None)
+    return TableSource(checkpoint, layer, shards, first.dtype, shape.ngram.dim, scale, row_scales)
 
 
 def _shards(checkpoint: Checkpoint, layer: int) -> tuple[TensorInfo, ...]:
@@ -131,15 +139,20 @@ def _shards(checkpoint: Checkpoint, layer: int) -> tuple[TensorInfo, ...]:
     return tuple(found[n] for n in sorted(found))
 
 
-def _scale(checkpoint: Checkpoint, layer: int) -> float:
+def _scales(checkpoint: Checkpoint, layer: int, rows: int) -> tuple[float | None, TensorInfo | None]:
+    """The one scale, or the tensor that has one per row."""
     for info in checkpoint.tensors.values():
         if NGRAM_SCALE.search(info.name) and f".{layer}.ple." in info.name:
-            value = checkpoint.read(info.name).float().reshape(-1)
-            if value.numel() != 1 or not math.isfinite(value.item()) or value.item() <= 0:
+            if rows > 1 and info.shape in ((rows,), (rows, 1)) and info.dtype in DTYPES:
+                return None, info
+            value = checkpoint.read(info.name).float().reshape(-1) if info.numel == 1 else None
+            if value is None or not math.isfinite(value.item()) or value.item() <= 0:
                 raise InputError(
-                    f"tensor {info.name} is not one finite positive number", where=info.file, remedy=_RESTORE
+                    f"tensor {info.name} is not one finite positive number, nor one per row",
+                    where=info.file,
+                    remedy=_RESTORE,
                 )
-            return value.item()
+            return value.item(), None
     raise InputError(
         "the n-gram table is fp8 and its weight_scale is missing, so its values are unknown",
         where=checkpoint.path,

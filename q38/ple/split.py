@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 
 from q38.base.errors import InputError
 from q38.base.progress import SILENT, Progress
+from q38.checkpoint.header import TensorInfo
 from q38.checkpoint.index import Checkpoint, read_json
 from q38.checkpoint.job import Job
 from q38.checkpoint.writer import FileRecord, fsync_directory, require_free_space, write_json, writing
+from q38.ple import scales
 from q38.ple.append import Appender
 from q38.ple.cast import Cast, CastError, count_patterns, is_finite, largest_pattern, scale_for
 from q38.ple.find import PLE_JSON
@@ -46,7 +48,7 @@ def split_ple(
     """Write OUT/ple.f8_e4m3.bin and OUT/ple.json from the checkpoint at `source`.
 
     A bf16 table is quantized with one scale (amax / 448, rounded up to bf16); an fp8 table is carried over
-    byte for byte with its scale. `dtype="source"` keeps bf16 as it is (ple.bf16.bin). 64 rows of each
+    byte for byte with its scale, or with its scale per row in ple.scales.f32.bin. `dtype="source"` keeps bf16 as it is (ple.bf16.bin). 64 rows of each
     shard are compared with the source before the file gets its name.
 
     Args:
@@ -66,6 +68,8 @@ def split_ple(
         "table": {"rows": table.rows, "dim": table.dim, "dtype": table.dtype, "scale": table.scale},
         "dtype": dtype,
     }
+    if table.row_scales is not None:
+        identity["row_scales"] = table.row_scales.name
     with Job(out, "split-ple", identity, fresh=fresh) as job:
         if not job.up_to_date:
             _Split(table, job, _stored(table, dtype), chunk, progress).run()
@@ -79,7 +83,7 @@ def plan_split(source: Path, *, dtype: StoredDtype = "f8_e4m3") -> dict[str, Any
     passes = 2 if (table.dtype, stored) == (BF16, FP8) else 1  # the first finds the largest value
     return {
         "reads": passes * table.nbytes,
-        "writes": _stored_bytes(table, stored),
+        "writes": _stored_bytes(table, stored) + _scale_bytes(table),
         "file": _file_name(stored),
         "rows": table.rows,
         "dim": table.dim,
@@ -97,12 +101,16 @@ def _stored_bytes(table: TableSource, stored: str) -> int:
     return table.rows * table.dim * (1 if stored == FP8 else 2)
 
 
+def _scale_bytes(table: TableSource) -> int:
+    return table.rows * scales.ITEM if table.row_scales else 0
+
+
 def _file_name(stored: str) -> str:
     return f"ple.{stored.lower()}.bin"
 
 
 class _Split:
-    """One run. The journal's units: range-N (largest pattern), shard-N (written), table, ple.json."""
+    """One run. The journal's units: range-N (largest pattern), shard-N (written), table, scales, ple.json."""
 
     def __init__(self, table: TableSource, job: Job, stored: str, chunk: int, progress: Progress) -> None:
         self.table, self.job, self.stored, self.chunk, self.progress = table, job, stored, chunk, progress
@@ -116,12 +124,15 @@ class _Split:
             if not self.partial.exists() and self.final.exists():
                 self.final.rename(self.partial)  # killed between the rename and its journal line
             have = self.partial.stat().st_size if self.partial.exists() else 0
-            require_free_space(self.job.out, max(0, _stored_bytes(self.table, self.stored) - have))
+            needed = _stored_bytes(self.table, self.stored) + _scale_bytes(self.table)
+            require_free_space(self.job.out, max(0, needed - have))
         if (self.table.dtype, self.stored) == (BF16, FP8):
             self.scale = scale_for(self._largest())
             self.cast = Cast(self.scale)
         if "table" not in self.job.done:
             self._write_table()
+        if self.table.row_scales is not None and "scales" not in self.job.done:
+            self._write_scales(self.table.row_scales)
         info = self._info()
         record = write_json(self.job.out / PLE_JSON, info.to_dict())
         self.job.commit("ple.json", files={PLE_JSON: record})
@@ -161,6 +172,12 @@ class _Split:
             fsync_directory(self.job.out)
             fsync_directory(self.job.state)
         self.job.commit("table", files={self.final.name: record})
+
+    def _write_scales(self, tensor: TensorInfo) -> None:
+        file = self.job.out / scales.FILE
+        record = scales.write_scales(file, tensor, self.progress)
+        scales.compare_scales(file, tensor, full=False)
+        self.job.commit("scales", files={scales.FILE: record})
 
     def _resume_point(self, fd: int) -> tuple[int, Any]:
         """How many shards are on disk and right, with the hash so far."""
@@ -227,6 +244,9 @@ class _Split:
             rows_per_shard=self.table.rows_per_shard,
             source={"dtype": self.table.dtype, "files": self.table.fingerprint},
             quantization=self._quantization() if self.cast else None,
+            row_scales={"file": scales.FILE, **self.job.files[scales.FILE]}
+            if self.table.row_scales
+            else None,
         )
 
     def _quantization(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from q38.base.errors import InputError
 from q38.checkpoint.header import ITEM_BITS
 from q38.checkpoint.index import read_json
 from q38.ple.find import PLE_JSON
+from q38.ple.scales import ITEM
 
 SCHEMA = "q38.ple/1"
 _REBUILD = "make it again with q38 split-ple"
@@ -21,6 +22,7 @@ class PleInfo:
     """The table file is rows x dim values, row-major, without a header.
 
     A value is code * weight_scale where dtype is F8_E4M3, and the stored bf16 where it is BF16 (weight_scale null).
+    A table with one scale per row has weight_scale null and `row_scales`: file (float32 [rows]), bytes and sha256.
     """
 
     file: str
@@ -35,6 +37,7 @@ class PleInfo:
     rows_per_shard: list[int]
     source: dict[str, Any]
     quantization: dict[str, Any] | None = None
+    row_scales: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
@@ -44,13 +47,13 @@ def read_info(directory: Path) -> PleInfo:
     """Read ple.json and check it against the size of the table file.
 
     Raises:
-        InputError: a file is missing, a field is missing or senseless, an fp8 table has no scale, or the
-            table file is of another size.
+        InputError: a file is missing, a field is missing or senseless, an fp8 table has no scale, or a
+            file is of another size.
     """
     path = directory / PLE_JSON
     raw = read_json(path)
     known = {f.name for f in fields(PleInfo)}
-    missing = sorted(known - raw.keys() - {"quantization"})
+    missing = sorted(known - raw.keys() - {"quantization", "row_scales"})
     if missing:
         raise InputError(f"has no {missing[0]}", where=path, remedy=_REBUILD)
     info = PleInfo(**{k: v for k, v in raw.items() if k in known})
@@ -58,7 +61,9 @@ def read_info(directory: Path) -> PleInfo:
         raise InputError(f"dtype is '{info.dtype}'", where=path, remedy="known: BF16, F8_E4M3")
     if not all(type(n) is int and n > 0 for n in (info.rows, info.dim, info.bytes)):
         raise InputError("rows, dim and bytes must be positive integers", where=path, remedy=_REBUILD)
-    if info.dtype == "F8_E4M3" and not _positive(info.weight_scale):
+    if info.row_scales is not None:
+        _check_row_scales(directory, info)
+    elif info.dtype == "F8_E4M3" and not _positive(info.weight_scale):
         raise InputError(
             "the table is fp8 and weight_scale is missing, so its values are unknown",
             where=path,
@@ -76,6 +81,23 @@ def read_info(directory: Path) -> PleInfo:
             remedy=_REBUILD,
         )
     return info
+
+
+def _check_row_scales(directory: Path, info: PleInfo) -> None:
+    name = info.row_scales.get("file") if isinstance(info.row_scales, dict) else None
+    if not isinstance(name, str) or Path(name).name != name or not (directory / name).is_file():
+        raise InputError(
+            "the file of its row scales is absent, so its values are unknown",
+            where=directory / PLE_JSON,
+            remedy=_REBUILD,
+        )
+    size = (directory / name).stat().st_size
+    if size != info.rows * ITEM:
+        raise InputError(
+            f"{size} bytes, {info.rows} float32 scales need {info.rows * ITEM}",
+            where=directory / name,
+            remedy=_REBUILD,
+        )
 
 
 def _positive(value: object) -> bool:

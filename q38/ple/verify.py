@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from q38.base.errors import CheckFailed, InputError
 from q38.base.progress import SILENT, Progress
 from q38.checkpoint.index import Checkpoint
+from q38.ple import scales
 from q38.ple.cast import Cast
 from q38.ple.find import PLE_JSON, find_ple
 from q38.ple.source import BF16, FP8, TableSource, find_table
@@ -49,7 +50,10 @@ def verify_ple(
     info = read_info(found)
     table_file = found / info.file
     if full:
-        _check_hash(table_file, info, progress)
+        _check_hash(table_file, info.bytes, info.sha256, progress)
+        if info.row_scales is not None:
+            stored = info.row_scales
+            _check_hash(found / stored["file"], info.rows * scales.ITEM, stored.get("sha256"), progress)
     compared = 0
     if against is not None:
         source = find_table(Checkpoint.open(against))
@@ -58,6 +62,8 @@ def verify_ple(
             compared = _compare_all(table_file, source, info, progress)
         else:
             compared = compare_table(table_file, source, info.dtype, info.weight_scale, seed=seed)
+        if info.row_scales is not None and source.row_scales is not None:
+            scales.compare_scales(found / info.row_scales["file"], source.row_scales, full=full, seed=seed)
     return {"rows_compared": compared, "sha256_checked": full, "ok": True}
 
 
@@ -134,6 +140,9 @@ def _check_same_table(directory: Path, info: PleInfo, source: TableSource) -> No
             where=directory / PLE_JSON,
             remedy="give the checkpoint that the table was split from",
         )
+    if (info.row_scales is None) != (source.row_scales is None):
+        has = "one scale per row" if source.row_scales else "no scales per row"
+        raise CheckFailed(f"the source has {has}", where=directory / PLE_JSON, remedy=_REBUILD)
     if source.dtype == FP8 and info.weight_scale != source.scale:
         raise CheckFailed(
             f"weight_scale is {info.weight_scale}, the source's is {source.scale}",
@@ -142,11 +151,11 @@ def _check_same_table(directory: Path, info: PleInfo, source: TableSource) -> No
         )
 
 
-def _check_hash(file: Path, info: PleInfo, progress: Progress) -> None:
+def _check_hash(file: Path, size: int, sha256: object, progress: Progress) -> None:
     digest = hashlib.sha256()
-    with file.open("rb") as f, progress.task("split-ple: sha256", info.bytes) as task:
+    with file.open("rb") as f, progress.task("split-ple: sha256", size) as task:
         while data := f.read(CHUNK):
             digest.update(data)
             task.advance(len(data))
-    if digest.hexdigest() != info.sha256:
+    if digest.hexdigest() != sha256:
         raise CheckFailed("its sha256 is not the one in ple.json", where=file, remedy=_REBUILD)

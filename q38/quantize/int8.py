@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 BITS = 8
@@ -84,18 +85,18 @@ def round_int8(weight: torch.Tensor, group_size: int, *, clip_search: bool = Fal
 
 def deviation(parts: Sequence[Errors], group_size: int) -> Deviation:
     """Over all rows of a matrix, given in order. Does not depend on how the rows were divided."""
-    error = torch.cat([part.squared_error for part in parts]).double()  # [N, G]
-    norm = torch.cat([part.squared_norm for part in parts]).double()
-    ratio = torch.where(norm > 0, error / norm.clamp_min(1e-300), torch.zeros_like(error)).sqrt()
-    worst = int(ratio.argmax())
+    error = np.concatenate([part.squared_error.numpy() for part in parts])  # [N, G] float32
+    norm = np.concatenate([part.squared_norm.numpy() for part in parts])
+    ratio = np.divide(error, norm, out=np.zeros_like(error), where=norm > 0)
+    worst_row, worst_group = divmod(int(ratio.argmax()), error.shape[1])
     # numpy adds in one order whatever the number of threads.
-    total_error, total_norm = float(error.numpy().sum()), float(norm.numpy().sum())
+    total_error, total_norm = float(error.sum(dtype=np.float64)), float(norm.sum(dtype=np.float64))
     return Deviation(
         relative_error=math.sqrt(total_error / total_norm) if total_norm else 0.0,
-        clipped_fraction=sum(part.clipped for part in parts) / (error.numel() * group_size),
-        worst_row=worst // error.shape[1],
-        worst_group=worst % error.shape[1],
-        worst_relative_error=float(ratio.flatten()[worst]),
+        clipped_fraction=sum(part.clipped for part in parts) / (error.size * group_size),
+        worst_row=worst_row,
+        worst_group=worst_group,
+        worst_relative_error=math.sqrt(ratio[worst_row, worst_group]),
     )
 
 

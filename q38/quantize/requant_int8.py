@@ -144,7 +144,9 @@ def _round_matrix(job: Job, matrix: Matrix, *, weights: SourceWeights, clip_sear
     rows, step = max(_CHUNK // k, 1), max(_SLICE // k, 1)
     codes = torch.empty(min(rows, n), k, dtype=torch.uint8)
     scales = torch.empty(min(rows, n), k // g, dtype=torch.float16)
-    errors: list[Errors] = []
+    # Taken once: thousands of small tensors kept between large temporary ones would break the heap up.
+    error, norm = torch.empty(n, k // g), torch.empty(n, k // g)
+    clipped = 0
     path = _scratch_file(job, matrix)
     with writing(path), path.open("wb") as raw:
         for start in range(0, n, rows):
@@ -156,11 +158,12 @@ def _round_matrix(job: Job, matrix: Matrix, *, weights: SourceWeights, clip_sear
                 _require_finite(part.scales, matrix, weights)
                 codes[first - start : last - start] = part.codes
                 scales[first - start : last - start] = part.scales
-                errors.append(part.errors)
+                error[first:last], norm[first:last] = part.errors.squared_error, part.errors.squared_norm
+                clipped += part.errors.clipped
             _put_columns(raw.fileno(), 0, pack(codes[: stop - start].t(), BITS), start, n)
             _put_columns(raw.fileno(), n * k, scales[: stop - start].t().contiguous(), start, n)
         os.fsync(raw.fileno())
-    return deviation(errors, g)
+    return deviation([Errors(error, norm, clipped)], g)
 
 
 def _require_finite(scales: torch.Tensor, matrix: Matrix, weights: SourceWeights) -> None:
@@ -298,7 +301,10 @@ def _result(job: Job, model: Checkpoint, plan: Plan, kept: Mapping[str, str]) ->
         for m in plan.matrices
     ]
     written = Checkpoint.open(job.out)
+    manifest = model.path / MANIFEST
+    before = (read_json(manifest).get("result") or {}) if manifest.exists() else {}
     return {
+        "calibration": before.get("calibration"),  # so that verify can tell its text from it
         "matrices": rows,
         "kept": sorted(kept),
         "tensors": len(written.tensors),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from q38.checkpoint.source import SourceWeights
 from q38.checkpoint.writer import TEMPORARY
 from q38.model.expected import packed_tensors
 from q38.quantize.int8 import BITS
-from q38.recipe.bits import plan_bits, quantization_config
+from q38.recipe.bits import PACKING, plan_bits, quantization_config
 from q38.recipe.resolve import HIGH
 from q38.recipe.schema import Recipe
 
@@ -69,14 +70,8 @@ def make_plan(model: Checkpoint, source: SourceWeights, recipe: Recipe) -> Plan:
     before = plan_bits(model.config, recipe, requantized=False)
     after = plan_bits(model.config, recipe)
     quantization_config(after, recipe)  # refuses fused modules with two widths
-    found = model.config.get("quantization_config") or {}
     group_size = recipe.quantize.group_size
-    if found.get("quant_method") != "auto-round" or found.get("group_size") != group_size:
-        raise InputError(
-            f"is no AutoRound checkpoint in groups of {group_size}",
-            where=where,
-            remedy="give the output of q38 quantize and the recipe it was made with",
-        )
+    _check_config(model.config.get("quantization_config"), group_size, where)
     for module, width in before.items():
         if (stored := stored_bits(model, module)) != width:
             raise InputError(
@@ -93,9 +88,26 @@ def make_plan(model: Checkpoint, source: SourceWeights, recipe: Recipe) -> Plan:
 
 
 def stored_bits(model: Checkpoint, module: str) -> int:
-    """Width as the files have it: qzeros [G, N * bits / 32] beside scales [G, N]."""
+    """Width as the files have it: qzeros [G, N * bits / 32] beside scales [G, N]; 0 where they fit no width."""
     zeros, scales = model.tensors.get(f"{module}.qzeros"), model.tensors.get(f"{module}.scales")
-    return HIGH if zeros is None or scales is None else zeros.shape[1] * 32 // scales.shape[1]
+    if zeros is None or scales is None:
+        return HIGH
+    if len(zeros.shape) != 2 or len(scales.shape) != 2 or not scales.shape[1]:
+        return 0
+    return zeros.shape[1] * 32 // scales.shape[1]
+
+
+def _check_config(found: object, group_size: int, where: Path) -> None:
+    """The quantization_config is what `q38 quantize` writes, as far as a change of some widths relies on it."""
+    wanted = {"quant_method": "auto-round", "group_size": group_size, "sym": True, "packing_format": PACKING}
+    values = found if isinstance(found, Mapping) else {}
+    for key, value in wanted.items():
+        if values.get(key) != value or type(values[key]) is not type(value):
+            raise InputError(
+                f"quantization_config.{key} is {values.get(key, 'absent')!r:.60}, not {value!r}",
+                where=where,
+                remedy="give the output of q38 quantize and the recipe it was made with",
+            )
 
 
 def _matrix(module: str, model: Checkpoint, source: SourceWeights, group_size: int) -> Matrix:

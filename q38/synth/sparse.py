@@ -26,7 +26,7 @@ from q38.checkpoint.writer import TEMPORARY, FileRecord, fsync_directory, write_
 from q38.data import data_path
 from q38.model.expected import Expected, Layout, quantized_tensors, source_tensors
 from q38.model.names import Group, classify
-from q38.model.ngram import head_offsets, head_sizes, multipliers
+from q38.model.ngram import constants
 from q38.model.shape import ModelShape
 from q38.recipe.bits import plan_bits, quantization_config
 from q38.recipe.schema import Recipe, load_recipe
@@ -170,11 +170,7 @@ def _content(tensor: Expected, shape: ModelShape) -> bytes:
     assert shape.ngram is not None or not tensor.name.endswith(_CONSTANTS)
     if shape.ngram is not None and tensor.name.endswith(_CONSTANTS):
         index = shape.ngram.layer_ids.index(int(tensor.name.split(".layers.")[1].split(".")[0]))
-        values = {
-            "layer_multipliers": multipliers(shape, index),
-            "ngram_heads_vocab_sizes": head_sizes(shape.ngram, index),
-            "ngram_heads_offsets": head_offsets(shape.ngram, index),
-        }[tensor.name.rpartition(".")[2]]
+        values = constants(shape, index)[tensor.name.rpartition(".")[2]]
         return b"".join(int(v).to_bytes(8, "little") for v in values)
     size = min(_bytes(tensor), _REAL_BYTES)
     dtype = tensor.dtypes[0]

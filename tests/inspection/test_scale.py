@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from q38.base.errors import InputError
 from q38.checkpoint.index import Checkpoint
 from q38.inspection.findings import Severity
 from q38.inspection.report import inspect
+from q38.ple.split import split_ple
 from q38.synth.sparse import synth_sparse
 
 LAYERS, EXPERTS = 8, 64
@@ -41,3 +43,20 @@ def test_headers_are_enough_for_every_layout(config, tmp_path, monkeypatch, layo
     assert (result.layout, result.findings.count(Severity.ERROR)) == (layout, 0)
     assert (len(result.opened.tensors), result.opened.nbytes) == (made["tensors"], made["tensor_bytes"])
     assert sum(read) < 1000  # the n-gram constants and the scale of an fp8 table
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8"])
+def test_a_model_with_two_ngram_layers_is_inspected_and_not_split(config, tmp_path, layout):
+    value = json.loads(config.read_text())
+    value["text_config"]["ple_layer_ids"] = [2, 3]
+    (tmp_path / "config.json").write_text(json.dumps(value))
+    root = tmp_path / "model"
+    synth_sparse(root, tmp_path / "config.json", layout=layout)
+    result = inspect(root)
+    assert result.findings.count(Severity.ERROR) == 0
+    assert result.ngram["layers"] == [1, 2]
+    with pytest.raises(
+        InputError, match=r"2 n-gram tables \(ple_layer_ids \[2, 3\]\), q38 handles models with one"
+    ):
+        split_ple(root, tmp_path / "ple")
+    assert not (tmp_path / "ple").exists()

@@ -5,10 +5,21 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from typing import Any
 
+import pytest
+
+from q38.base.errors import InputError
 from q38.checkpoint.header import ITEM_BITS
 from q38.data import data_path
-from q38.model.expected import Expected, quantized_tensors, source_tensors, text_tensors, unfuse
+from q38.model.expected import (
+    Expected,
+    quantized_tensors,
+    source_tensors,
+    text_tensors,
+    unfuse,
+    vision_tensors,
+)
 from q38.model.names import Group, classify
 from q38.model.shape import ModelShape
 
@@ -51,3 +62,13 @@ def test_no_name_is_listed_twice_and_none_is_unclassified() -> None:
         names = Counter(t.name for t in source_tensors(CONFIG, layout))
         assert max(names.values()) == 1
         assert [n for n in names if classify(n) is Group.OTHER] == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_size": None}, {"depth": "2"}, {"depth": 10**9}, {"patch_size": {}}, {"out_hidden_size": 0}],
+    ids=str,
+)
+def test_a_vision_size_that_is_no_size_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=rf"vision_config\.{next(iter(change))}"):
+        list(vision_tensors({**CONFIG["vision_config"], **change}))

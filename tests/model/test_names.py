@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from q38.model import names
 from q38.model.names import (
     EXPERT,
     FUSED_EXPERTS,
@@ -160,3 +161,11 @@ def test_the_tables_scale_is_no_shard() -> None:
 
 def test_group_names_can_be_keys_of_a_recipe() -> None:
     assert all(re.fullmatch(r"[a-z_]+", group.value) for group in Group)
+
+
+@given(st.integers(0, 99), st.integers(0, 999), st.sampled_from(["gate", "up", "down"]))
+def test_the_short_way_to_the_experts_agrees_with_the_rules(layer, expert, proj):
+    for suffix in ("", ".weight", ".qweight", ".qzeros", ".scales", ".weight_scale_inv"):
+        name = f"model.language_model.layers.{layer}.mlp.experts.{expert}.{proj}_proj{suffix}"
+        pattern = re.sub(r"(?<=[._])\d+", "0", name)
+        assert classify(name) is names._classify_pattern(pattern) is Group.EXPERTS

@@ -140,3 +140,31 @@ def test_a_refusal_names_the_file() -> None:
     with pytest.raises(InputError) as caught:
         ModelShape.from_config({}, where="/models/x/config.json")
     assert caught.value.where == "/models/x/config.json"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"layer_types": None, "num_hidden_layers": 10**12},
+        {"layer_types": None, "num_hidden_layers": "48"},
+        {"layer_types": None, "full_attention_interval": 0},
+        {"num_experts": 2**31 - 1},
+        {"mtp_num_hidden_layers": 10**9},
+        {"mtp_num_hidden_layers": "one"},
+        {"heads_per_ngram": 10**9},
+        {"ple_embed_dim": 2**30, "heads_per_ngram": 2**28},
+        {"split_ngram_parts": 10**9},
+        {"ngram_vocab_size_base": 10**30},
+        {"hidden_size": 2**31},
+        {"ple_layer_ids": 2},
+        {"seed": "x"},
+        {"seed": -1},
+        {"eos_token_id": "</s>"},
+        {"eos_token_id": [2.5]},
+    ],
+    ids=str,
+)
+def test_a_size_that_no_model_has_is_refused_at_once(values: dict[str, Any]) -> None:
+    with pytest.raises(InputError) as caught:
+        ModelShape.from_config(config(**values))
+    assert caught.value.remedy

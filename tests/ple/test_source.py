@@ -114,6 +114,29 @@ def test_a_checkpoint_without_the_table_says_where_it_may_be(tmp_path):
     assert "keeps its table in a ple directory" in refusal(rewrite(make_source(tmp_path / "source"), drop))
 
 
+def test_an_index_that_leaves_the_table_out_is_refused(tmp_path):
+    source = make_source(tmp_path / "source")
+    index = json.loads((source / INDEX).read_text())
+    index["weight_map"].pop(f"{PREFIX}.shard_4.weight")
+    (source / INDEX).write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"does not list tensor .*shard_4\.weight") as caught:
+        Checkpoint.open(source)
+    assert caught.value.remedy
+
+
+def test_a_missing_index_is_refused(tmp_path):
+    source = make_source(tmp_path / "source")
+    (source / INDEX).unlink()
+    with pytest.raises(InputError, match=r"but no model\.safetensors\.index\.json"):
+        Checkpoint.open(source)
+
+
+def test_codes_offered_as_a_bf16_table_need_their_scale(tmp_path):
+    source = make_source(tmp_path / "source")
+    rewrite(source, lambda t: t.update({k: v.to(torch.float8_e4m3fn) for k, v in t.items()}))
+    assert "fp8 and its weight_scale is missing" in refusal(source)
+
+
 def test_a_model_without_a_table_is_refused(tmp_path):
     source = make_source(tmp_path / "source")
     edit_config(source, ple_layer_ids=[])

@@ -21,6 +21,7 @@ from q38.cli.app import app
 from q38.ple import split as split_module
 from q38.ple.cast import E4M3_MAX
 from q38.ple.split import plan_split, split_ple
+from tests.checkpoint.disks import small_disk
 from tests.ple.sources import PREFIX, make_source
 
 TABLE = "ple.f8_e4m3.bin"
@@ -251,6 +252,27 @@ def test_a_full_disk_is_one_line_and_the_same_command_resumes(source, table, tmp
     assert "Traceback" not in run.stderr
     split_ple(source, tmp_path / "ple")
     assert (tmp_path / "ple" / TABLE).read_bytes() == table
+
+
+def test_a_disk_that_fills_in_the_middle_keeps_what_was_finished(source, table, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        split_module, "require_free_space", lambda *_: None
+    )  # as if another program took the rest
+    with small_disk(tmp_path / "disk", "200k") as disk:
+        with pytest.raises(ResourceError, match="the disk is full"):
+            split_ple(source, disk / "ple")
+        assert not (disk / "ple" / "ple.json").exists()
+        subprocess.run(["mount", "-o", "remount,size=1m", str(disk)], check=True)
+        split_ple(source, disk / "ple")
+        assert (disk / "ple" / TABLE).read_bytes() == table
+
+
+def test_a_read_only_target_is_refused(source, tmp_path):
+    with (
+        small_disk(tmp_path / "disk", read_only=True) as disk,
+        pytest.raises(InputError, match="Read-only"),
+    ):
+        split_ple(source, disk / "ple")
 
 
 def test_kill_9_at_random_points_leaves_the_same_bytes_and_no_temporaries(tmp_path):

@@ -31,6 +31,8 @@ from q38.quantize.driver import quantize
 from q38.quantize.requant_int8 import requant_int8
 from q38.recipe.bits import check_resolution, plan_bits
 from q38.recipe.schema import Recipe, parse_recipe
+from tests.checkpoint.disks import small_disk
+from tests.inspection.broken import clone, edit_json, edit_tensor
 
 BASE: dict[str, Any] = {
     "schema": "q38.recipe/1",
@@ -335,8 +337,71 @@ def test_a_model_that_was_already_repacked_is_refused(
 
 
 def test_a_source_offered_as_the_model_is_refused(tiny_source: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no AutoRound checkpoint in groups of 128"):
+    with pytest.raises(InputError, match=r"quantization_config\.quant_method is 'absent', not 'auto-round'"):
         requant_int8(tiny_source, tmp_path / "out", source=tiny_source, recipe=recipe())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("group_size", 64),
+        ("group_size", -1),
+        ("group_size", "128"),
+        ("sym", False),
+        ("sym", 1),
+        ("packing_format", "auto_round:auto_awq"),
+        ("quant_method", ["auto-round"]),
+    ],
+)
+def test_a_model_packed_in_another_way_is_refused(
+    key: str, value: object, model: Path, tiny_source: Path, tmp_path: Path
+) -> None:
+    root = clone(model, tmp_path / "model")
+    edit_json(root / "config.json", lambda c: c["quantization_config"].update({key: value}))
+    with pytest.raises(InputError, match=rf"quantization_config\.{key} is .*, not "):
+        requant_int8(root, tmp_path / "out", source=tiny_source, recipe=recipe())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_a_quantization_config_mapping_is_refused(
+    model: Path, tiny_source: Path, tmp_path: Path
+) -> None:
+    root = clone(model, tmp_path / "model")
+    edit_json(root / "config.json", lambda c: c.update(quantization_config=[1]))
+    with pytest.raises(InputError, match="quant_method is 'absent'"):
+        requant_int8(root, tmp_path / "out", source=tiny_source, recipe=recipe())
+
+
+def test_fp8_codes_without_scales_are_no_source(model: Path, tiny_source: Path, tmp_path: Path) -> None:
+    source = clone(tiny_source, tmp_path / "source")
+    edit_tensor(source, f"{ATTENTION}.k_proj.weight", lambda w: w.to(torch.float8_e4m3fn))
+    with pytest.raises(InputError, match=r"k_proj\.weight is fp8 and has no weight_scale_inv"):
+        requant_int8(model, tmp_path / "out", source=source, recipe=recipe())
+
+
+@pytest.mark.parametrize("part", ["qzeros", "scales"])
+def test_a_packed_matrix_whose_parts_do_not_fit_is_refused(
+    part: str, model: Path, tiny_source: Path, tmp_path: Path
+) -> None:
+    root = clone(model, tmp_path / "model")
+    edit_tensor(root, f"model.language_model.layers.0.mlp.experts.3.up_proj.{part}", torch.Tensor.flatten)
+    with pytest.raises(InputError, match="is stored at 0 bits, the recipe says 2"):
+        requant_int8(root, tmp_path / "out", source=tiny_source, recipe=recipe())
+
+
+def test_a_source_without_rows_is_refused(model: Path, tiny_source: Path, tmp_path: Path) -> None:
+    source = clone(tiny_source, tmp_path / "source")
+    edit_tensor(source, f"{ATTENTION}.k_proj.weight", lambda w: w.new_empty(0, w.shape[1]))
+    with pytest.raises(InputError, match=r"k_proj\.weight differs between the model and the source"):
+        requant_int8(model, tmp_path / "out", source=source, recipe=recipe())
+
+
+def test_a_read_only_target_is_refused(model: Path, tiny_source: Path, tmp_path: Path) -> None:
+    with (
+        small_disk(tmp_path / "disk", read_only=True) as disk,
+        pytest.raises(InputError, match="Read-only"),
+    ):
+        requant_int8(model, disk / "out", source=tiny_source, recipe=recipe())
 
 
 def test_the_models_own_directory_is_refused_as_output(model: Path, tiny_source: Path) -> None:

@@ -96,23 +96,6 @@ def test_loading_agrees_with_autorounds_own_loader(model: Any, extra: dict[str, 
         )
 
 
-@settings(max_examples=100)
-@given(extra=entries(NAMES + PATTERNS), name=st.sampled_from([*NAMES, "lm_head"]))
-def test_sglang_agrees_with_its_own_config_class(extra: dict[str, Any], name: str) -> None:
-    auto_round = pytest.importorskip(
-        "sglang.srt.layers.quantization.auto_round", reason="SGLang is not installed"
-    )
-    config = {
-        "bits": 2,
-        "group_size": 128,
-        "sym": True,
-        "block_name_to_quantize": "model.layers",
-        "extra_config": extra,
-    }
-    bits, group_size, sym = auto_round.AutoRoundConfig.from_config(config).get_layer_config(object(), name)
-    assert resolve_sglang(name, config) == Scheme(bits, group_size, sym)
-
-
 def sglang_config(extra: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         "bits": 2,

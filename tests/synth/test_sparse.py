@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+import q38.cli.synth  # noqa: F401 (registers the verb)
 from q38.base.errors import InputError
 from q38.checkpoint.index import Checkpoint
+from q38.cli.app import app
 from q38.model.expected import Layout
 from q38.synth.sparse import plan_sparse, synth_sparse
 
@@ -58,3 +61,15 @@ def test_the_real_size_takes_little_disk(tmp_path: Path) -> None:
     assert result["disk_bytes"] < result["tensor_bytes"] / 1000
     index = json.loads((tmp_path / "s" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == result["tensor_bytes"]
+
+
+def test_the_command_writes_a_checkpoint_and_its_dry_run_nothing(config: Path, tmp_path: Path) -> None:
+    run = CliRunner()
+    arguments = ["synth", "sparse", str(tmp_path / "s"), "--layout", "quantized", "--config", str(config)]
+    arguments += ["--recipe", "tiny", "--json"]
+    planned = run.invoke(app, [*arguments, "--dry-run"])
+    assert not list(tmp_path.iterdir())
+    written = run.invoke(app, arguments)
+    assert written.exit_code == planned.exit_code == 0, written.output
+    assert json.loads(planned.stdout)["tensors"] == json.loads(written.stdout)["tensors"]
+    assert len(Checkpoint.open(tmp_path / "s").tensors) == json.loads(written.stdout)["tensors"]
