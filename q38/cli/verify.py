@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from q38.cli.app import app
-from q38.cli.console import Console, DebugFlag, JsonFlag, session
+from q38.cli.console import Console, DebugFlag, FreshFlag, JsonFlag, session
 
+KL, TOP1 = "kl divergence", "top-1 agreement"
 SHOWN = 10  # faults per check; the JSON document has more
 
 
@@ -31,8 +32,12 @@ def verify(
         str, typer.Option(help="Parts to run, separated by commas.")
     ] = "structure,numbers,quality",
     text: Annotated[
-        str, typer.Option(help="Held-out text: a JSONL file with one {'text': ...} per line, or 'stdlib'.")
-    ] = "stdlib",
+        str,
+        typer.Option(
+            help="Text, of which the held-out part is used: 'multilingual', 'stdlib', a JSONL file or a hub file;"
+            " see docs/quality.md."
+        ),
+    ] = "multilingual",
     tokens: Annotated[int, typer.Option(help="Tokens of text that quality is measured on.")] = 4096,
     seqlen: Annotated[int, typer.Option(help="Tokens per sequence; errors are clustered by sequence.")] = 256,
     max_kl: Annotated[
@@ -45,6 +50,26 @@ def verify(
             help="Fail below this share of positions where both choose the same token.", show_default=False
         ),
     ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(help="Arithmetic of the quality part: bfloat16 (as served) or float32 (less noise)."),
+    ] = "bfloat16",
+    device: Annotated[str, typer.Option(help="Where the quality part computes: auto, cpu or cuda.")] = "auto",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory the quality part may take, for example 28GiB; default: what is available.",
+            show_default=False,
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory for the quality report (Markdown, JSON, plots) and the state that a killed run resumes from.",
+            show_default=False,
+        ),
+    ] = None,
+    fresh: FreshFlag = False,
     json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
@@ -52,10 +77,12 @@ def verify(
 
     Structure compares files, tensors, config and tokenizer. Numbers looks for values that are not
     finite, unused codes and weights far from the source's. Quality is NLL, full-vocabulary KL
-    divergence and top-1 agreement on held-out text, with standard errors and the noise floor.
+    divergence and top-1 agreement on held-out text, with standard errors and the noise floor; it
+    needs neither model whole in memory.
     Exits with 1 if any check fails.
     """
     with session(json_mode=json, debug=debug) as console:
+        from q38.base.units import parse_bytes
         from q38.measure.verify import verify as run
 
         document = run(
@@ -68,6 +95,11 @@ def verify(
             seqlen=seqlen,
             max_kl=max_kl,
             min_top1=min_top1,
+            dtype=dtype,  # type: ignore[arg-type]  # checked there
+            device=device,
+            memory=parse_bytes(memory, where="--memory") if memory else None,
+            report=report,
+            fresh=fresh,
             progress=console.progress,
         )
         console.emit(document)
@@ -109,9 +141,21 @@ def _print_part(console: Console, part: dict[str, Any]) -> None:
         )  # fmt: skip
     if layers := part.get("layers"):
         console.table(
-            ["block", "relative error of the output", "noise floor"],
-            [[row["layer"], row["relative_error"], row["floor"]] for row in layers],
+            ["block", "relative error of the output", "standard error", "noise floor", "of the block alone"],
+            [
+                [row["layer"], row["relative_error"], row["standard_error"], row["floor"], row["own"]]
+                for row in layers
+            ],
         )
+    for kind, rows in part.get("by", {}).items():
+        console.table(
+            [kind, "positions", "nll, source", "nll", KL, "standard error", "noise floor", TOP1],
+            [
+                [r["name"], r["positions"], r["nll, source"]["value"], r["nll"]["value"], r[KL]["value"],
+                 r[KL]["standard_error"], r["floor"]["value"], r[TOP1]["value"]]
+                for r in rows
+            ],
+        )  # fmt: skip
     console.print()
 
 

@@ -161,7 +161,7 @@ def _from_pretrained(checkpoint: Checkpoint, dtype: torch.dtype, device: str) ->
     from transformers import FineGrainedFP8Config
     from transformers.models.qwen4_exp import Qwen4ExpForCausalLM, Qwen4ExpForConditionalGeneration
 
-    config = _config(checkpoint)
+    config = model_config(checkpoint)
     text_only = checkpoint.config.get("model_type") == "qwen4_exp_text"
     model_class = Qwen4ExpForCausalLM if text_only else Qwen4ExpForConditionalGeneration
     options: dict[str, Any] = {}
@@ -200,7 +200,7 @@ def _quant_method(checkpoint: Checkpoint) -> str | None:
     return None if method is None else str(method)
 
 
-def _config(checkpoint: Checkpoint) -> Any:
+def model_config(checkpoint: Checkpoint) -> Any:
     """transformers' config object; 5.19 knows the release's spelling of the layer types only."""
     from transformers.models.qwen4_exp import Qwen4ExpConfig, Qwen4ExpTextConfig
 

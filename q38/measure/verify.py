@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from q38.base.progress import SILENT, Progress
 from q38.checkpoint.index import Checkpoint
 from q38.checkpoint.job import package_versions
 from q38.measure.checks import Check, Part
+from q38.measure.evaluate import DTYPES, Dtype, measure_quality
 from q38.measure.files import check_shards, read_manifest
-from q38.measure.forward import other_experts, run_model
 from q38.measure.numbers import check_numbers
-from q38.measure.quality import compare, quality_part
 from q38.measure.stored import Stored
 from q38.measure.structure import check_structure
 
@@ -36,6 +34,11 @@ def verify(
     seqlen: int = 256,
     max_kl: float | None = None,
     min_top1: float | None = None,
+    dtype: Dtype = "bfloat16",
+    device: str = "auto",
+    memory: int | None = None,
+    report: Path | None = None,
+    fresh: bool = False,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Check a checkpoint and measure it against its source.
@@ -46,8 +49,8 @@ def verify(
             quality is left out.
         ple: directory of the split n-gram table.
         parts: which of "structure", "numbers" and "quality" to run.
-        text: "stdlib" or a JSONL file; its held-out split is used.
-        tokens, seqlen: tokens of text, in sequences of `seqlen`.
+        text, tokens, seqlen, dtype, device, memory, report, fresh: of the quality part, see
+            `q38.measure.evaluate.measure_quality`.
         max_kl: mean KL divergence in nats above which quality fails.
         min_top1: top-1 agreement below which quality fails.
 
@@ -57,8 +60,9 @@ def verify(
 
     Raises:
         InputError: wrong options, no checkpoint at `model` or `source`, too little text.
+        ResourceError: the memory does not suffice for the quality part.
     """
-    _check_options(parts, tokens, seqlen, max_kl, min_top1)
+    _check_options(parts, tokens, seqlen, max_kl, min_top1, dtype)
     stored = Stored.open(model)
     origin = Checkpoint.open(source) if source else None
     done: list[Part] = []
@@ -84,6 +88,11 @@ def verify(
                     seqlen=seqlen,
                     max_kl=max_kl,
                     min_top1=min_top1,
+                    dtype=dtype,
+                    device=device,
+                    memory=memory,
+                    report=report,
+                    fresh=fresh,
                     progress=progress,
                 )
             )
@@ -98,50 +107,6 @@ def verify(
     }
 
 
-def measure_quality(
-    model: Path,
-    source: Path,
-    *,
-    ple: Path | None = None,
-    text: str = "stdlib",
-    tokens: int = 4096,
-    seqlen: int = 256,
-    max_kl: float | None = None,
-    min_top1: float | None = None,
-    batch_size: int = 4,
-    progress: Progress = SILENT,
-) -> Part:
-    """Run source and model, one after the other, over the same held-out tokens and compare them."""
-    from q38.hf.hooks import qsa_shortcut
-    from q38.hf.load import load_tokenizer
-    from q38.measure.loading import holds_table, load_for_measuring
-    from q38.model.text import load_texts, pack_tokens
-
-    texts = load_texts(text, "held_out")
-    ids = pack_tokens(
-        texts.texts, load_tokenizer(model), length=seqlen, count=max(tokens // seqlen, 1), where=text
-    ).ids
-    with qsa_shortcut():
-        # The reference is the source with its own table, not with one that was split off it and rounded.
-        loaded = load_for_measuring(source, ple=None if holds_table(source) else ple)
-        reference = run_model(loaded, ids, batch_size=batch_size, label="source", progress=progress)
-        with other_experts(loaded) as change:
-            again = run_model(loaded, ids, batch_size=1, label="noise floor", progress=progress)
-        floor = compare(reference, again, ids)
-        del loaded, again  # the run keeps the output head only
-        gc.collect()
-        run = run_model(
-            load_for_measuring(model, ple=ple), ids, batch_size=batch_size, label="model", progress=progress
-        )
-    kind = f"the source against itself: experts {change}, batch size {batch_size} -> 1"
-    part = quality_part(
-        compare(reference, run, ids), floor, floor_kind=kind, max_kl=max_kl, min_top1=min_top1
-    )
-    part.data["text"] = {"source": text, "origin": texts.origin, "split": "held_out", "sha256": texts.sha256}
-    part.data["seqlen"] = seqlen
-    return part
-
-
 def _numbers(stored: Stored, origin: Checkpoint | None, progress: Progress) -> Part:
     part = check_numbers(stored.checkpoint, origin, progress=progress)
     manifest = read_manifest(stored.root)
@@ -153,7 +118,7 @@ def _numbers(stored: Stored, origin: Checkpoint | None, progress: Progress) -> P
 
 
 def _check_options(
-    parts: Sequence[str], tokens: int, seqlen: int, max_kl: float | None, min_top1: float | None
+    parts: Sequence[str], tokens: int, seqlen: int, max_kl: float | None, min_top1: float | None, dtype: str
 ) -> None:
     unknown = [part for part in parts if part not in PARTS]
     if unknown or not parts:
@@ -168,6 +133,8 @@ def _check_options(
             where="--tokens, --seqlen",
             remedy=f"sequences need at least {MIN_SEQLEN} tokens, and one of them must fit",
         )
+    if dtype not in DTYPES:
+        raise InputError(f"unknown dtype '{dtype}'", where="--dtype", remedy=f"known: {', '.join(DTYPES)}")
     if max_kl is not None and not max_kl > 0:
         raise InputError(f"{max_kl} is not positive", where="--max-kl", remedy="give nats, for example 0.1")
     if min_top1 is not None and not 0 < min_top1 <= 1:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from q38.model.text import Texts, pack_tokens
+from q38.model.text import Texts, pack_tokens, text_hash
 from q38.recipe.schema import Calibration as CalibrationRecipe
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ class Facts:
     """What a run was calibrated on; goes into its manifest.
 
     text_sha256 covers the texts in the order of their source, tokens_sha256 the token ids in the order
-    they were used (int64, little-endian).
+    they were used (int64, little-endian). languages: tokens used per language. text_hashes: of every text that
+    lies in the sequences wholly or in part (`q38.model.text.text_hash`), so that a later evaluation can tell.
     """
 
     origin: str
@@ -29,6 +31,8 @@ class Facts:
     seqlen: int
     tokens_used: int
     tokens_available: int
+    languages: dict[str, int]
+    text_hashes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -47,11 +51,13 @@ def calibration_tokens(texts: Texts, tokenizer: Any, recipe: CalibrationRecipe) 
     Raises:
         InputError: the text has fewer than samples x seqlen tokens.
     """
-    rows = list(texts.texts)
-    random.Random(recipe.seed).shuffle(rows)
+    order = list(range(len(texts.texts)))
+    random.Random(recipe.seed).shuffle(order)
+    raw = [texts.texts[i] for i in order]
+    rows = raw
     if recipe.chat_template:
         rows = [
-            tokenizer.apply_chat_template([{"role": "user", "content": row}], tokenize=False) for row in rows
+            tokenizer.apply_chat_template([{"role": "user", "content": row}], tokenize=False) for row in raw
         ]
     packed = pack_tokens(
         rows,
@@ -59,6 +65,7 @@ def calibration_tokens(texts: Texts, tokenizer: Any, recipe: CalibrationRecipe) 
         length=recipe.seqlen,
         count=recipe.samples,
         where=f"calibration.text ({texts.origin})",
+        languages=[texts.languages[i] for i in order] if texts.languages else (),
     )
     digest = hashlib.sha256(packed.ids.numpy().astype("<i8").tobytes()).hexdigest()
     facts = Facts(
@@ -69,5 +76,7 @@ def calibration_tokens(texts: Texts, tokenizer: Any, recipe: CalibrationRecipe) 
         seqlen=recipe.seqlen,
         tokens_used=packed.tokens_used,
         tokens_available=packed.tokens_available,
+        languages={name: n * recipe.seqlen for name, n in Counter(packed.languages).items()},
+        text_hashes=sorted(text_hash(raw[i]) for i in packed.used),
     )
     return packed.ids, facts

@@ -43,19 +43,34 @@ def plan_bits(config: Mapping[str, Any], recipe: Recipe, *, requantized: bool = 
         config: config.json of the source.
         requantized: the finished checkpoint; False for what `q38 quantize` writes, before requant-int8.
 
+    A matrix of a requant_int8 group that the packed layout cannot express stays in 16 bit (of the hyper-connections
+    all but the down mixes, whose inputs fill whole groups).
+
     Raises:
-        InputError: the recipe lowers a group that holds a matrix the packed layout cannot express.
+        InputError: the recipe lowers a group that holds a matrix the packed layout cannot express, or names
+            a requant_int8 group of which no matrix can be packed.
     """
     q = recipe.quantize
     int8 = recipe.requant_int8.groups if requantized else []
+    unpacked: dict[Group, Expected | None] = dict.fromkeys(
+        int8
+    )  # group -> one of its matrices, until one can be packed
     plan: dict[str, int] = {}
     for tensor, group in _matrices(ModelShape.from_config(config), mtp=q.mtp == "keep"):
         width = q.bits.get(group, HIGH) if group in PACKABLE else HIGH
-        if width == HIGH and group in int8:
-            width = INT8
+        module = tensor.name.removesuffix(".weight")
         if width < HIGH:
-            _check_packable(tensor, group, width, q.group_size)
-        plan[tensor.name.removesuffix(".weight")] = width
+            if not _is_packable(tensor, width, q.group_size):
+                raise _unpackable(tensor, width, q.group_size, where=f"quantize.bits.{group}")
+        elif group in int8:
+            if _is_packable(tensor, INT8, q.group_size):
+                width = INT8
+                unpacked.pop(group, None)
+            elif group in unpacked:
+                unpacked[group] = unpacked[group] or tensor
+        plan[module] = width
+    for tensor in filter(None, unpacked.values()):
+        raise _unpackable(tensor, INT8, q.group_size, where="requant_int8.groups")
     return plan
 
 
@@ -125,7 +140,10 @@ def extra_config(bits: Mapping[str, int], recipe: Recipe) -> dict[str, dict[str,
 def fused_modules(bits: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
     """SGLang's fused runtime modules of this plan -> their members."""
     found: dict[str, tuple[str, ...]] = {}
+    firsts = tuple(f".{members[0]}" for members in FUSED.values())
     for name in bits:
+        if not name.endswith(firsts):
+            continue
         for fused, members in FUSED.items():
             if name.endswith("." + members[0]):
                 prefix = name.removesuffix(members[0])
@@ -171,16 +189,19 @@ def _matrices(shape: ModelShape, *, mtp: bool) -> Iterator[tuple[Expected, Group
             yield tensor, group
 
 
-def _check_packable(tensor: Expected, group: Group, width: int, group_size: int) -> None:
+def _is_packable(tensor: Expected, width: int, group_size: int) -> bool:
     n, k = tensor.shape
     # AutoRound packs a matrix only where both sides are multiples of 32, which also fills whole words.
-    if group_size <= 0 or k % group_size or k % codes_per_step(width) or n % WORD or k % WORD:
-        module = tensor.name.removesuffix(".weight")
-        raise InputError(
-            f"{module} [{n}, {k}] cannot be packed at {width} bits in groups of {group_size}",
-            where=f"quantize.bits.{group}",
-            remedy="remove the entry, or choose another group size",
-        )
+    return group_size > 0 and not (k % group_size or k % codes_per_step(width) or n % WORD or k % WORD)
+
+
+def _unpackable(tensor: Expected, width: int, group_size: int, *, where: str) -> InputError:
+    module = tensor.name.removesuffix(".weight")
+    return InputError(
+        f"{module} {list(tensor.shape)} cannot be packed at {width} bits in groups of {group_size}",
+        where=where,
+        remedy="remove the entry, or choose another group size",
+    )
 
 
 def _entry(width: int, recipe: Recipe) -> dict[str, Any]:

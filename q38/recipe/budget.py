@@ -21,6 +21,7 @@ from q38.model.kv import gdn_state_bytes, kv_bytes_per_token
 from q38.model.names import Group, classify, module_of
 from q38.model.shape import ModelShape
 from q38.recipe.bits import plan_bits
+from q38.recipe.samples import MOST
 from q38.recipe.schema import Recipe, load_recipe
 
 
@@ -65,6 +66,7 @@ class Sizes:
     published_bits_per_weight: float  # the formula others publish: bits + 20 / group_size, embedding left out
     row_bytes: int  # one expert as served: words and scales, no zeros
     disk: dict[str, int] = field(default_factory=dict)
+    header_bytes: int = 0  # of the safetensors files, about: their JSON if it were one file
 
 
 @dataclass(frozen=True)
@@ -162,9 +164,8 @@ def sizes(
     ngram_layout: Any = "fp8" if recipe.ple.dtype == "f8_e4m3" else layout
     ngram_bytes = sum(_bytes(t) for t in ngram_tensors(shape, ngram_layout) if ".shard_" in t.name)
     source_bytes = sum(_bytes(t) for t in source)
-    calibration = (
-        recipe.calibration.samples * recipe.calibration.seqlen * shape.hc_count * shape.hidden_size * 2
-    )
+    samples = recipe.calibration.samples or MOST  # auto takes fewer on a small host
+    calibration = samples * recipe.calibration.seqlen * shape.hc_count * shape.hidden_size * 2
     expert_bits = bits.get(next((m for m in bits if classify(m) is Group.EXPERTS), ""), 16)
     return Sizes(
         groups=groups,
@@ -172,6 +173,7 @@ def sizes(
         source_tensors=len(source),
         tensors=len(packed),
         tensor_bytes=tensor_bytes,
+        header_bytes=_header_bytes(packed),
         ngram_bytes=ngram_bytes,
         parameters=parameters,
         bits_per_weight=8 * tensor_bytes / parameters,
@@ -312,6 +314,17 @@ def _published(packed: list[Expected], bits: Mapping[str, int], group_size: int)
 
 def _bytes(tensor: Expected) -> int:
     return math.prod(tensor.shape) * ITEM_BITS[tensor.dtypes[0]] // 8
+
+
+def _header_bytes(tensors: list[Expected]) -> int:
+    """Length of the JSON that describes the tensors, packed one after the other."""
+    length = position = 0
+    for tensor in tensors:
+        end = position + _bytes(tensor)
+        entry = f'"{tensor.name}":{{"dtype":"{tensor.dtypes[0]}","shape":{list(tensor.shape)},"data_offsets":[{position},{end}]}},'
+        length += len(entry) - (len(tensor.shape) - 1)  # less the spaces that Python puts into a list
+        position = end
+    return length
 
 
 def _gib(n: int) -> str:

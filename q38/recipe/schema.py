@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from q38.base.errors import InputError
 from q38.data import data_path
@@ -17,6 +17,7 @@ from q38.model.names import KEEP_HIGH, PACKABLE, Group
 
 SCHEMA = "q38.recipe/1"
 Bits = Literal[2, 3, 4, 8, 16]
+AUTO_SAMPLES = 0  # calibration.samples: auto
 
 
 class Section(BaseModel):
@@ -55,26 +56,61 @@ class Calibration(Section):
     """Text that quantization tunes on."""
 
     text: str = Field(
-        "stdlib",
-        description="JSONL file with one {'text': ...} per line, or 'stdlib' (the local Python sources).",
+        "multilingual",
+        description="'multilingual', 'stdlib' (the local Python sources), a JSONL file with one {'text': ...} per line,"
+        " a hub file, or several joined by commas; see docs/quality.md.",
     )
-    samples: int = Field(128, ge=1, description="Sequences.")
+    samples: int = Field(
+        128,
+        ge=AUTO_SAMPLES,
+        description="Sequences; auto (0): as many as the host memory holds, at most 128.",
+    )
     seqlen: int = Field(
         2048, ge=8, description="Tokens per sequence; longer rows are cut, shorter ones joined."
     )
     chat_template: bool = Field(False, description="Wrap each text as a chat turn.")
     seed: int = Field(0, description="Order of the rows.")
 
+    @field_validator("samples", mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        return AUTO_SAMPLES if value == "auto" else value
+
 
 class Experts(Section):
     """How the routed experts are rounded."""
 
-    method: Literal["autoround", "rtn"] = Field(
-        "autoround", description="autoround: SignRound per block; rtn: plain rounding."
+    method: Literal["rtn", "opt-rtn", "autoround", "expert-local", "expert-local-gsq"] = Field(
+        "autoround",
+        description="rtn: plain rounding; opt-rtn: scales searched on calibration text; autoround: SignRound on whole"
+        " blocks; expert-local: SignRound on each expert alone; expert-local-gsq: GPTQ, then Gumbel-softmax.",
     )
-    iters: int = Field(200, ge=0, description="Tuning steps per block.")
-    alg_ext: bool = Field(True, description="AutoRound's extended algorithm, better at 2 bits.")
-    batch_size: int = Field(8, ge=1, description="Sequences per tuning step.")
+    iters: int | None = Field(
+        None, ge=0, description="Tuning steps per block; without it 200, or 400 for expert-local-gsq."
+    )
+    alg_ext: bool = Field(True, description="autoround: its extended algorithm, better at 2 bits.")
+    batch_size: int = Field(8, ge=1, description="autoround: sequences per tuning step.")
+    rows: int = Field(256, ge=1, description="expert-local: tokens per expert and tuning step.")
+    min_tokens: int = Field(
+        64, ge=2, description="expert-local: an expert with fewer tokens gets a searched scale instead."
+    )
+    max_tokens: int = Field(8192, ge=2, description="expert-local: tokens an expert is tuned on at most.")
+    damp: float = Field(
+        0.1, gt=0, description="expert-local-gsq: share of the mean diagonal added to the Hessian."
+    )
+
+    @property
+    def steps(self) -> int:
+        """Tuning steps, the default of the method filled in."""
+        if self.iters is not None:
+            return self.iters
+        return 400 if self.method == "expert-local-gsq" else 200
+
+    @model_validator(mode="after")
+    def _some_steps(self) -> Experts:
+        if self.method not in ("rtn", "opt-rtn") and self.steps == 0:
+            raise ValueError(f"iters: {self.method} without a step is plain rounding; take the method rtn")
+        return self
 
 
 class Quantize(Section):
@@ -86,11 +122,16 @@ class Quantize(Section):
     )
     experts: Experts = Experts()
     vision: Literal["drop", "keep"] = Field("drop", description="The vision tower, kept in 16 bit.")
-    mtp: Literal["drop", "keep"] = Field("drop", description="The multi-token prediction layer.")
+    mtp: Literal["drop", "keep"] = Field(
+        "drop",
+        description="The multi-token prediction layer; kept, it stays in 16 bit but for bits.mtp_experts.",
+    )
     allow_low: list[Group] = Field(default_factory=list, description="Sensitive groups lowered on purpose.")
 
     @model_validator(mode="after")
     def _sensible_bits(self) -> Quantize:
+        if self.mtp == "drop" and Group.MTP_EXPERTS in self.bits:
+            raise ValueError("bits.mtp_experts: the recipe drops MTP; set mtp to keep, or remove the entry")
         for group, bits in self.bits.items():
             if bits < 16 and group not in PACKABLE:
                 raise ValueError(f"bits.{group}: this group has no packable matrices; remove the entry")
@@ -98,6 +139,10 @@ class Quantize(Section):
                 raise ValueError(
                     f"bits.{group}: a sensitive group below 16 bit; add it to allow_low if you mean it"
                 )
+        if self.experts.method == "expert-local-gsq" and self.bits.get(Group.EXPERTS) != 2:
+            raise ValueError(
+                "experts.method: expert-local-gsq chooses among the four levels of 2 bits; set bits.experts to 2"
+            )
         return self
 
 
@@ -126,7 +171,7 @@ class Placement(Section):
 class Verify(Section):
     """Quality against the source on held-out text, and the limits that fail the run."""
 
-    text: str = Field("stdlib", description="Text as for calibration; its held-out part is used.")
+    text: str = Field("multilingual", description="Text as for calibration; its held-out part is used.")
     tokens: int = Field(4096, ge=256, description="Tokens compared.")
     seqlen: int = Field(256, ge=16, description="Tokens per sequence.")
     max_kl: float | None = Field(

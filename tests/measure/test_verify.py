@@ -10,9 +10,12 @@ import pytest
 
 from q38.base.errors import InputError
 from q38.cli.app import main
+from q38.data import data_path
 from q38.measure.verify import PARTS, verify
 from tests.measure.packed import edit_tensor
 
+TEXT = data_path("assets", "text", "multilingual.jsonl")  # without the standard library: quick to tokenize
+QUALITY = ("--parts", "quality", "--text", TEXT, "--tokens", 64, "--seqlen", 32)
 EXPERT = "model.language_model.layers.0.mlp.experts.3.up_proj"
 
 
@@ -28,7 +31,14 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 def whole_report(tiny_quantized: Path, tiny_source: Path, tiny_ple: Path) -> dict[str, Any]:
     """All three parts on the model that AutoRound quantized."""
     return verify(
-        tiny_quantized, source=tiny_source, ple=tiny_ple, tokens=256, seqlen=64, max_kl=0.1, min_top1=0.2
+        tiny_quantized,
+        source=tiny_source,
+        ple=tiny_ple,
+        text=str(TEXT),
+        tokens=256,
+        seqlen=64,
+        max_kl=0.1,
+        min_top1=0.2,
     )
 
 
@@ -131,8 +141,67 @@ class TestCommand:
         monkeypatch: pytest.MonkeyPatch,
         capfd: pytest.CaptureFixture[str],
     ) -> None:
-        options = ("--parts", "quality", "--tokens", 64, "--seqlen", 32, "--max-kl", 1e-7, "--json")
+        options = (*QUALITY, "--max-kl", 1e-7, "--json")
         code = run_cli(monkeypatch, "verify", packed, "--source", tiny_source, "--ple", tiny_ple, *options)
         (part,) = json.loads(capfd.readouterr().out)["parts"]
         assert code == 1
         assert next(c for c in part["checks"] if c["passed"] is False)["name"] == "kl divergence"
+
+    def test_too_little_memory_exits_3_with_the_shortfall(
+        self,
+        packed: Path,
+        tiny_source: Path,
+        tiny_ple: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        options = (*QUALITY, "--memory", "1MiB")
+        code = run_cli(monkeypatch, "verify", packed, "--source", tiny_source, "--ple", tiny_ple, *options)
+        err = capfd.readouterr().err
+        assert code == 3
+        assert "1.0 MiB are there" in err and "short" in err
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (("--dtype", "int8"), "unknown dtype 'int8'"),
+            (("--memory", "much"), "--memory"),
+            (("--text", ",x"), "empty part"),
+        ],
+    )
+    def test_a_senseless_option_exits_2(
+        self,
+        options: tuple[str, str],
+        message: str,
+        packed: Path,
+        tiny_source: Path,
+        tiny_ple: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        given = ("verify", packed, "--source", tiny_source, "--ple", tiny_ple, "--parts", "quality")
+        code = run_cli(monkeypatch, *given, *options)
+        err = capfd.readouterr().err
+        assert code == 2
+        assert message in err and err.count("\n") == 1
+
+    def test_a_report_is_written_and_printed_again_from_its_files(
+        self,
+        packed: Path,
+        tiny_source: Path,
+        tiny_ple: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        options = (*QUALITY, "--report", tmp_path / "quality")
+        given = ("verify", packed, "--source", tiny_source, "--ple", tiny_ple, *options)
+        assert run_cli(monkeypatch, *given) == 0
+        first = capfd.readouterr()
+        assert (tmp_path / "quality" / "quality.md").exists()
+        assert "token class" in first.out and "of the block alone" in first.out
+        assert "host memory" in first.err
+        assert run_cli(monkeypatch, *given) == 0
+        again = capfd.readouterr()
+        assert again.out == first.out
+        assert "is up to date" in again.err

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from q38.base.errors import InputError
-from q38.model.text import load_texts, pack_tokens, token_stream
+from q38.model.text import MIXED, even_shares, load_texts, pack_tokens, parse_source, text_hash, token_stream
 
 SPLITS = ("train", "calibration", "held_out")
 
@@ -103,7 +103,18 @@ def test_the_hash_covers_where_one_text_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["not json", '"a string"', '{"txt": "x"}', '{"text": 3}', "[1]", '{"text": "\\ud800"}', "null"]
+    "line",
+    [
+        '{"text": "x", "language": 3}',
+        '{"text": "x", "split": "test"}',
+        "not json",
+        '"a string"',
+        '{"txt": "x"}',
+        '{"text": 3}',
+        "[1]",
+        '{"text": "\\ud800"}',
+        "null",
+    ],
 )
 def test_a_bad_row_is_refused_with_its_line_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "rows.jsonl"
@@ -175,3 +186,84 @@ def test_sequences_are_spread_over_the_whole_text() -> None:
     packed = pack_tokens(["a" * 99, "b" * 99], ByteTokenizer(), length=10, count=2)
     assert packed.ids[0].tolist() == [97] * 10
     assert packed.ids[1].tolist() == [98] * 10
+
+
+def test_the_shipped_text_covers_its_languages_on_both_sides_and_shares_no_text() -> None:
+    sides = {split: load_texts("multilingual", split) for split in SPLITS}
+    for texts in sides.values():
+        assert {"en", "de", "zh", "ja", "th", "python"} == set(texts.languages)
+        assert len(texts.texts) == len(texts.languages)
+    assert not set(sides["calibration"].texts) & set(sides["held_out"].texts)
+
+
+def test_a_row_may_name_its_language_and_its_split(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"text": f"row {i}", "language": "de", "split": "held_out" if i < 3 else "calibration"}
+        for i in range(5)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = load_texts(str(path), "held_out")
+    assert held_out.texts == ["row 0", "row 1", "row 2"]
+    assert held_out.languages == ["de"] * 3
+    assert load_texts(str(path), "train").texts == ["row 3", "row 4"]
+
+
+def test_each_language_of_a_file_has_held_out_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"text": f"{lang} {i}", "language": lang} for lang in ("en", "th") for i in range(8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load_texts(str(path), "held_out").languages == ["en", "th"]
+
+
+def test_sources_are_joined_and_a_label_before_one_goes_to_its_rows(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [f"row {i}" for i in range(8)])
+    texts = load_texts(f"de={source},code=stdlib", "calibration")
+    assert texts.languages[:7] == ["de"] * 7
+    assert set(texts.languages[7:]) == {"code"}
+    assert "a.jsonl" in texts.origin and "standard library" in texts.origin
+    with pytest.raises(InputError, match="empty part"):
+        parse_source("stdlib,,x")
+
+
+def test_the_hash_of_a_text_does_not_see_the_space_around_it() -> None:
+    assert text_hash("a\n") == text_hash(" a") != text_hash("a b")
+    assert len(text_hash("")) == 16
+
+
+@given(st.dictionaries(st.sampled_from("abcde"), st.integers(0, 20), min_size=1), st.data())
+def test_shares_are_as_equal_as_what_is_there_allows(available: dict[str, int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, sum(available.values())))
+    shares = even_shares(available, count)
+    assert sum(shares.values()) == count
+    assert all(0 <= shares[name] <= available[name] for name in available)
+    for name in available:  # whoever has less than another has all there is of it
+        assert shares[name] == available[name] or shares[name] >= max(shares.values()) - 1
+
+
+def test_languages_get_equal_shares_and_no_end_of_a_text_is_lost() -> None:
+    texts, languages = ["a" * 35, "b" * 13, "c" * 90], ["x", "y", "z"]
+    packed = pack_tokens(texts, ByteTokenizer(), length=10, count=10, languages=languages)
+    assert packed.languages == ["x"] * 3 + ["y"] + ["z"] * 5 + [MIXED]
+    # 6 tokens of x, 4 of y and 1 of z are left after the whole sequences, ends of documents included.
+    assert packed.ids[-1].tolist() == [97] * 5 + [256] + [98] * 3 + [256]
+    assert packed.used == [0, 1, 2]
+    assert (packed.tokens_used, packed.tokens_available) == (100, 141)
+
+
+@given(st.data())
+def test_the_texts_that_are_used_are_those_whose_tokens_lie_in_the_sequences(data: st.DataObject) -> None:
+    texts = [
+        chr(97 + i) * n for i, n in enumerate(data.draw(st.lists(st.integers(1, 30), min_size=2, max_size=8)))
+    ]
+    languages = data.draw(st.lists(st.sampled_from("xy"), min_size=len(texts), max_size=len(texts)))
+    length = data.draw(st.integers(2, 8))
+    count = data.draw(st.integers(1, max(sum(map(len, texts)) // length // 2, 1)))
+    try:
+        packed = pack_tokens(texts, ByteTokenizer(), length=length, count=count, languages=languages)
+    except InputError:
+        return
+    seen = {i for i in range(len(texts)) if (packed.ids == 97 + i).any()}
+    assert seen <= set(packed.used)
+    for i in set(packed.used) - seen:  # only the token that ends it was taken
+        assert (packed.ids == 256).any(), i

@@ -210,3 +210,43 @@ def test_the_real_model_needs_under_a_thousand_entries() -> None:
     bits = plan_bits(REAL, recipe())
     assert sum(classify(name) is Group.EXPERTS for name in bits) == 48 * 512 * 3
     assert len(extra_config(bits, recipe())) < 1000
+
+
+@pytest.mark.parametrize(
+    ("group", "packed", "left"),
+    [
+        ("hyper_connection", ".input_mix_weight_down", ".block_inject_weight"),
+        ("shared_expert", ".down_proj", None),
+        ("gdn_in", ".in_proj_qkv", None),
+        ("gdn_out", ".out_proj", None),
+    ],
+)
+def test_requant_int8_takes_what_can_be_packed_of_a_group(group: str, packed: str, left: str | None) -> None:
+    recipe = parse_recipe(
+        {
+            "schema": "q38.recipe/1",
+            "name": "t",
+            "source": {"synth": "tiny"},
+            "quantize": {"bits": {"experts": 2}},
+            "requant_int8": {"groups": [group]},
+        }
+    )
+    bits = plan_bits(CONFIG, recipe)
+    of_group = {name: width for name, width in bits.items() if classify(name) == group}
+    assert {width for name, width in of_group.items() if packed in name} == {8}
+    assert {width for name, width in of_group.items() if left and left in name} == ({16} if left else set())
+    check_resolution(quantization_config(bits, recipe), bits)
+
+
+def test_a_requant_int8_group_that_cannot_be_packed_at_all_is_refused() -> None:
+    recipe = parse_recipe(
+        {
+            "schema": "q38.recipe/1",
+            "name": "t",
+            "source": {"synth": "tiny"},
+            "quantize": {"bits": {"experts": 2}},
+            "requant_int8": {"groups": ["gdn_gates"]},
+        }
+    )
+    with pytest.raises(InputError, match=r"in_proj_a \[48, 2560\] cannot be packed at 8 bits"):
+        plan_bits(CONFIG, recipe)
