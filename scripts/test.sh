@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh quant,serve,dev
+. scripts/sglang.sh
 ruff check q38 tests
 ruff format --check q38 tests
 mypy

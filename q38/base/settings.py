@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PARENT = "Q38_PARENT"
+SGLANG = "Q38_SGLANG"
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,14 @@ class Settings:
     threads: CPU threads for tensor work, 0 = all cores this process may use (Q38_THREADS).
     api_key: key that the HTTP client sends to a server (Q38_API_KEY; never OPENAI_API_KEY, which belongs to another service).
     state_dir: PID files and logs of servers (Q38_STATE_DIR, then XDG_STATE_HOME/q38, then ~/.local/state/q38).
+    sglang: options of q38's SGLang extension as JSON, set by `q38 serve` (Q38_SGLANG); empty leaves it inert.
     """
 
     debug: bool = False
     threads: int = 0
     api_key: str = "none"
     state_dir: Path = Path("~/.local/state/q38")
+    sglang: str = ""
 
 
 def load() -> Settings:
@@ -37,6 +40,7 @@ def load() -> Settings:
         threads=int(threads) if threads.isdigit() else 0,
         api_key=env.get("Q38_API_KEY") or "none",
         state_dir=Path(env.get("Q38_STATE_DIR") or state_home / "q38").expanduser(),
+        sglang=env.get(SGLANG, ""),
     )
 
 
@@ -92,3 +96,8 @@ def child_env(extra: Mapping[str, str] | None = None, *, drop: tuple[str, ...] =
     """The environment for a child process: ours, less `drop`, plus `extra`."""
     env = {k: v for k, v in os.environ.items() if k not in drop}
     return {**env, **(extra or {})}
+
+
+def sglang_platform() -> str:
+    """The out-of-tree platform that SGLang is told to use (SGLANG_PLATFORM); empty: its own choice."""
+    return os.environ.get("SGLANG_PLATFORM", "")

@@ -75,6 +75,62 @@ def start(
     start_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds to wait for the first generated token before giving up.")
     ] = 900.0,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="sglang: cuda, or cpu for tests and tiny models; default: cuda.", show_default=False
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="sglang: GPU memory that the server may use, for example 23.4GiB; default: what is free.",
+            show_default=False,
+        ),
+    ] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(
+            help="sglang: host memory that it may use, for example 28GiB; default: what is available.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="sglang: tokens of prompt and answer together; default: the model's limit.",
+            show_default=False,
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            help="sglang: requests that run at once; further ones wait; default: 1.", show_default=False
+        ),
+    ] = None,
+    chunk: Annotated[
+        int | None,
+        typer.Option(help="sglang: prompt tokens of one prefill step; default: 2048.", show_default=False),
+    ] = None,
+    kv: Annotated[
+        str | None,
+        typer.Option(help="sglang: KV cache format, bf16 or fp8; default: fp8 on a GPU.", show_default=False),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="sglang: routing profile from q38 build-placement; default: all experts alike.",
+            show_default=False,
+        ),
+    ] = None,
+    prefix_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="sglang: keep the cache of finished requests for prompts that begin alike; default: off.",
+            show_default=False,
+        ),
+    ] = None,
     json: JsonFlag = False,
     debug: DebugFlag = False,
     dry_run: DryRunFlag = False,
@@ -88,8 +144,20 @@ def start(
     with session(json_mode=json, debug=debug) as console:
         from q38.serving import launch
         from q38.serving.engines import ServeOptions
+        from q38.serving.sglang_settings import SglangSettings
 
-        options = ServeOptions(model, ple, engine, host, port, name, api_key, log, start_timeout)
+        settings = SglangSettings(
+            device,
+            _bytes(gpu_memory, "--gpu-memory"),
+            _bytes(ram, "--ram"),
+            context,
+            requests,
+            chunk,
+            kv,
+            profile,
+            prefix_cache,
+        )
+        options = ServeOptions(model, ple, engine, host, port, name, api_key, log, start_timeout, settings)
         if dry_run:
             plan = launch.dry_run(options)
             for key, value in plan.items():
@@ -106,6 +174,12 @@ def start(
         code = launch.serve(options, on_ready=on_ready, progress=console.progress)
         console.progress.say("server stopped")
         console.fail(code)
+
+
+def _bytes(text: str | None, option: str) -> int | None:
+    from q38.base.units import parse_bytes
+
+    return None if text is None else parse_bytes(text, where=option)
 
 
 @serve.command("status")

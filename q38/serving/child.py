@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -25,8 +25,15 @@ class Child:
     closes. Its output is appended to `log`; `log_start` is where this run begins there.
     """
 
-    def __init__(self, command: Sequence[str], *, log: Path, api_key: str | None = None) -> None:
-        """Start `command`.
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log: Path,
+        api_key: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start `command`, with `environment` beside this process's own variables.
 
         Raises:
             InputError: the log cannot be written.
@@ -38,14 +45,17 @@ class Child:
         with output:
             output.write(f"$ {shlex.join(command)}\n".encode())
             self.log_start = output.tell()
-            self._process = self._spawn(command, output, api_key)
+            self._process = self._spawn(command, output, api_key, environment or {})
         self.pid = self._process.pid
 
     @staticmethod
-    def _spawn(command: Sequence[str], output: IO[bytes], api_key: str | None) -> subprocess.Popen[bytes]:
+    def _spawn(
+        command: Sequence[str], output: IO[bytes], api_key: str | None, environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
         # The key travels by environment: a command line is visible to every user of the machine.
         env = settings.child_env(
-            {"Q38_API_KEY": api_key} if api_key else None, drop=("Q38_API_KEY", "OPENAI_API_KEY")
+            {**environment, **({"Q38_API_KEY": api_key} if api_key else {})},
+            drop=("Q38_API_KEY", "OPENAI_API_KEY"),
         )
         return subprocess.Popen(
             command,

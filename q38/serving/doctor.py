@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +130,26 @@ def _triton(machine: Machine) -> list[Finding]:
     return [Finding("triton", found or "absent", found is not None, "it comes with torch built for CUDA")]
 
 
-def _extension(_machine: Machine) -> list[Finding]:
-    present = importlib.util.find_spec("q38.sglang_ext") is not None
-    remedy = "none in this release; use --engine transformers"
-    return [Finding("q38's SGLang extension", "present" if present else "absent", present, remedy)]
+def _extension(machine: Machine) -> list[Finding]:
+    """The plugin that SGLang finds by q38's entry point, and a release that it was checked against."""
+    from q38.sglang_ext.manifest import known_releases
+
+    known, found = known_releases(), machine.packages["sglang"]
+    entry = any(e.name == "q38" for e in metadata.entry_points(group="sglang.srt.plugins"))
+    return [
+        Finding(
+            "q38's plugin for SGLang",
+            "registered" if entry else "not registered",
+            entry,
+            "install q38 again: its entry point is missing",
+        ),
+        Finding(
+            f"SGLang {' or '.join(known)}",
+            found or "absent",
+            found in known,
+            f"install a release that the plugin was checked against: sglang=={known[-1]}",
+        ),
+    ]
 
 
 def _host_memory(machine: Machine) -> list[Finding]:

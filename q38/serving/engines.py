@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from q38.base.errors import InputError, ResourceError
-from q38.serving.machine import CUDA_REMEDY, has_cuda_gpu
+from q38.serving import sglang_engine
 from q38.serving.requirements import lacking
+from q38.serving.sglang_settings import SglangSettings, refuse_conflicts
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What one server is started with. `api_key` never appears on a command line."""
+    """What one server is started with. `api_key` never appears on a command line; `sglang` is for that engine."""
 
     model: Path
     ple: Path | None = None
@@ -26,6 +27,7 @@ class ServeOptions:
     api_key: str | None = None
     log: Path | None = None
     start_timeout_s: float = 900.0
+    sglang: SglangSettings = field(default_factory=SglangSettings)
 
     @property
     def served_name(self) -> str:
@@ -48,21 +50,38 @@ class Lack:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """How one server's child process is started.
+
+    environment: variables beside this process's own.
+    plan: lines for people, printed before loading; `figures` the same for JSON.
+    """
+
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    plan: list[str] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Engine:
     """One way to serve a model.
 
     lacks: what this machine lacks to run it; empty when it can.
-    command: the child's command line.
+    launch: how to start the child; may refuse what cannot work.
     """
 
     name: str
     summary: str
     lacks: Callable[[], list[Lack]]
-    command: Callable[[ServeOptions], list[str]]
+    launch: Callable[[ServeOptions], Launch]
 
 
-def choose_engine(name: str = "auto") -> Engine:
+def choose_engine(name: str = "auto", *, on_cpu: bool = False) -> Engine:
     """The engine of that name, or for "auto" the first of `ENGINES` that this machine can run.
+
+    Args:
+        on_cpu: --device cpu was given, so the sglang engine needs no GPU; "auto" still wants one.
 
     Raises:
         InputError: no engine has that name.
@@ -75,7 +94,7 @@ def choose_engine(name: str = "auto") -> Engine:
     candidates = list(ENGINES.values()) if name == "auto" else [ENGINES[name]]
     lacks: list[Lack] = []
     for engine in candidates:
-        lacks = engine.lacks()
+        lacks = sglang_engine.lacks_on_cpu() if on_cpu and name == "sglang" else engine.lacks()
         if not lacks:
             return engine
     raise ResourceError(
@@ -89,39 +108,28 @@ def _transformers_lacks() -> list[Lack]:
     return [Lack(str(need), need.remedy) for need in lacking("serve")]
 
 
-def _transformers_command(options: ServeOptions) -> list[str]:
+def _transformers_launch(options: ServeOptions) -> Launch:
+    refuse_conflicts(options.sglang, engine="transformers", device="cpu")
     command = [sys.executable, "-m", "q38.serving.transformers_server", str(options.model)]
     command += ["--host", options.host, "--port", str(options.port), "--name", options.served_name]
-    return command + (["--ple", str(options.ple)] if options.ple else [])
-
-
-def _sglang_lacks() -> list[Lack]:
-    lacks = [] if has_cuda_gpu() else [Lack("no CUDA GPU", CUDA_REMEDY)]
-    lacks += [Lack(str(need), need.remedy) for need in lacking("sglang")]
-    if importlib.util.find_spec("q38.sglang_ext") is None:
-        lacks.append(Lack("this release of q38 has no SGLang extension", "use --engine transformers"))
-    return lacks
-
-
-def _sglang_command(options: ServeOptions) -> list[str]:
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(options.model)]
-    command += ["--host", options.host, "--port", str(options.port)]
-    command += ["--served-model-name", options.served_name]
-    # The earlier public recipe for this model: parsers that match its chat template, no vision tower.
-    command += ["--reasoning-parser", "qwen3", "--tool-call-parser", "qwen3_coder"]
-    return [*command, "--language-model-only"]
+    return Launch(command + (["--ple", str(options.ple)] if options.ple else []))
 
 
 # In order of preference: "auto" takes the first that can run.
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine("sglang", "SGLang on a CUDA GPU, with q38's extension", _sglang_lacks, _sglang_command),
+        Engine(
+            "sglang",
+            "SGLang on a CUDA GPU, with q38's extension",
+            sglang_engine.lacks,
+            sglang_engine.launch,
+        ),
         Engine(
             "transformers",
             "the server of transformers on the CPU, for small models",
             _transformers_lacks,
-            _transformers_command,
+            _transformers_launch,
         ),
     )
 }

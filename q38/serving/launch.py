@@ -24,6 +24,7 @@ from q38.serving.diagnosis import describe_exit, telling_lines
 from q38.serving.engines import Engine, ServeOptions
 from q38.serving.preflight import preflight
 from q38.serving.records import Record, default_log, remove_record, write_record
+from q38.serving.sglang_settings import SglangSettings
 
 _POLL_S = 0.2
 
@@ -64,6 +65,7 @@ def running_server(
     api_key: str | None = None,
     log: Path | None = None,
     start_timeout_s: float = ServeOptions.start_timeout_s,
+    sglang: SglangSettings | None = None,
     progress: Progress = SILENT,
 ) -> Iterator[Server]:
     """A server for the length of a `with` block. Port 0 takes a free one.
@@ -72,7 +74,8 @@ def running_server(
         InputError, ResourceError: as `preflight`; nothing was started.
         Q38Error: the server died or did not answer in time; the message says why, the exit code is the child's.
     """
-    options = ServeOptions(model, ple, engine, host, port, name, api_key, log, start_timeout_s)
+    settings = sglang or SglangSettings()
+    options = ServeOptions(model, ple, engine, host, port, name, api_key, log, start_timeout_s, settings)
     with _started(options, progress) as (server, _):
         yield server
 
@@ -109,21 +112,26 @@ def dry_run(options: ServeOptions) -> dict[str, Any]:
     """What `serve` would start, after every check and before the start."""
     options, engine = preflight(options)
     log = options.log or default_log(options.port)
+    launch = engine.launch(options)
     return {
         "url": options.url,
         "engine": engine.name,
         "model": options.served_name,
-        "command": shlex.join(engine.command(options)),
+        "command": shlex.join(launch.command),
         "log": str(log),
+        **({"plan": launch.figures} if launch.figures else {}),
     }
 
 
 @contextmanager
 def _started(options: ServeOptions, progress: Progress) -> Iterator[tuple[Server, Child]]:
     options, engine = preflight(options)
-    command = engine.command(options)
+    launch = engine.launch(options)
+    for line in launch.plan:
+        progress.say(line)
     begun = time.monotonic()
-    child = Child(command, log=options.log or default_log(options.port), api_key=options.api_key)
+    log = options.log or default_log(options.port)
+    child = Child(launch.command, log=log, api_key=options.api_key, environment=launch.environment)
     record = _record(options, engine, child)
     try:
         write_record(record)

@@ -18,6 +18,7 @@ from q38.model.names import Group, classify
 from q38.model.shape import ModelShape
 from q38.serving.engines import Engine, ServeOptions, choose_engine
 from q38.serving.records import read_record
+from q38.serving.sglang_settings import refuse_conflicts
 
 
 def preflight(options: ServeOptions) -> tuple[ServeOptions, Engine]:
@@ -29,10 +30,12 @@ def preflight(options: ServeOptions) -> tuple[ServeOptions, Engine]:
         InputError: bad host, port or key; the model directory is missing or broken.
         ResourceError: the port is in use, the engine cannot run here, the model does not fit.
     """
+    wanted = "sglang" if options.engine == "auto" else options.engine
+    refuse_conflicts(options.sglang, engine=wanted, device=options.sglang.device or "cuda")
     check_exposure(options.host, options.api_key)
     table, needed = check_model(options)
     options = replace(options, port=claim_port(options.host, options.port))
-    engine = choose_engine(options.engine)
+    engine = choose_engine(options.engine, on_cpu=options.sglang.on_cpu)
     if engine.name == "transformers":
         check_memory(needed, where=str(options.model))
     return replace(options, ple=table), engine

@@ -56,6 +56,7 @@ def remove_record(record: Record) -> None:
     """Remove the PID file, unless another server has replaced it."""
     if read_record(record.port, stale=True) in (None, record):
         _file(record.port).unlink(missing_ok=True)
+        control_socket(record.port).unlink(missing_ok=True)
 
 
 def read_record(port: int, *, stale: bool = False) -> Record | None:
@@ -98,6 +99,11 @@ def stop(port: int | None = None, *, grace_s: float = STOP_GRACE_S) -> Record:
             raise Q38Error(f"process {record.pid} does not end", remedy="look at it with ps")
     remove_record(record)
     return record
+
+
+def control_socket(port: int) -> Path:
+    """Where the process with the model takes changes of its expert rows (the sglang engine)."""
+    return _file(port).with_suffix(".sock")
 
 
 def default_log(port: int) -> Path:

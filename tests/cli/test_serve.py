@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from q38.serving import engines
 from tests.cli.conftest import Result
 
 Cli = Callable[..., Result]
@@ -49,7 +50,41 @@ def test_listening_to_others_needs_a_key(
 def test_the_sglang_engine_says_what_it_lacks(q38: Cli, tiny_source: Path) -> None:
     result = q38("serve", tiny_source, "--port", 0, "--engine", "sglang", "--json")
     assert result.code == 3
-    assert "sglang" in json.loads(result.out)["error"]["what"]
+    assert "no CUDA GPU" in json.loads(result.out)["error"]["what"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--engine", "transformers", "--context", "512"], "no --context"),
+        (["--engine", "sglang", "--device", "tpu"], "unknown device"),
+        (["--engine", "sglang", "--device", "cpu", "--gpu-memory", "8GiB"], "--gpu-memory"),
+        (["--engine", "sglang", "--device", "cpu", "--ram", "lots"], "--ram"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    q38: Cli,
+    tiny_packed: Path,
+    tiny_ple: Path,
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines.sglang_engine, "lacks", lambda: [])
+    monkeypatch.setattr(engines.sglang_engine, "lacks_on_cpu", lambda: [])
+    result = q38("serve", tiny_packed, "--ple", tiny_ple, "--port", 0, *arguments, "--dry-run")
+    assert result.code == 2
+    assert said in result.err
+
+
+def test_the_plan_is_part_of_a_dry_run(
+    q38: Cli, tiny_packed: Path, tiny_ple: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines.sglang_engine, "lacks_on_cpu", lambda: [])
+    options = ["--port", 0, "--engine", "sglang", "--device", "cpu", "--dry-run", "--json"]
+    document = json.loads(q38("serve", tiny_packed, "--ple", tiny_ple, *options).out)
+    assert document["plan"]["host"]["expert rows"] > 0
+    assert "--disable-overlap-schedule" in document["command"]
 
 
 def test_a_dry_run_starts_nothing_and_shows_the_command(q38: Cli, tiny_source: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from q38.base.errors import InputError, Q38Error, ResourceError
 from q38.serving import engines, records
 from q38.serving.child import Child, wait_for_exit
 from q38.serving.client import Client
-from q38.serving.engines import Engine
+from q38.serving.engines import Engine, Launch
 from q38.serving.launch import running_server
 
 WATCHED = "from q38.serving.watchdog import die_with_parent; die_with_parent()\n"
@@ -52,10 +52,10 @@ def start(monkeypatch: pytest.MonkeyPatch, tiny_source: Path, tmp_path: Path) ->
     """running_server with this Python code as the engine."""
 
     def run(code: str, **options: Any) -> Any:
-        def command(o: engines.ServeOptions) -> list[str]:
-            return [sys.executable, "-c", code, str(o.port)]
+        def launch(o: engines.ServeOptions) -> Launch:
+            return Launch([sys.executable, "-c", code, str(o.port)], plan=["plan: a line"])
 
-        monkeypatch.setitem(engines.ENGINES, "fake", Engine("fake", "for tests", lambda: [], command))
+        monkeypatch.setitem(engines.ENGINES, "fake", Engine("fake", "for tests", lambda: [], launch))
         return running_server(tiny_source, engine="fake", log=tmp_path / "server.log", **options)
 
     return run

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from q38.base.errors import InputError, Q38Error, ResourceError
-from q38.serving import engines, preflight
-from q38.serving.engines import Engine, Lack, ServeOptions, choose_engine
+from q38.serving import engines, preflight, sglang_engine
+from q38.serving.engines import Engine, Lack, Launch, ServeOptions, choose_engine
 from q38.serving.preflight import check_exposure, check_memory, check_model, claim_port, is_loopback
+from q38.serving.requirements import Need
+from q38.serving.sglang_settings import SglangSettings
 
 
 @pytest.fixture
@@ -148,15 +150,24 @@ def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
 
 
 def test_sglang_says_everything_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "has_cuda_gpu", lambda: False)
+    monkeypatch.setattr(sglang_engine, "has_cuda_gpu", lambda: False)
+    monkeypatch.setattr(sglang_engine, "lacking", lambda extra: [Need("sglang", "==9", extra, None)])
     text = refused(ResourceError, choose_engine, "sglang")
     assert "no CUDA GPU" in text
-    assert "extension" in text
+    assert "--device cpu" in text
+    assert 'pip install "q38[sglang]"' in text
+    assert "no CUDA GPU" not in refused(ResourceError, choose_engine, "sglang", on_cpu=True)
+
+
+def test_sglang_without_its_dependencies_is_not_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_engine, "lacking", lambda extra: [])
+    monkeypatch.setattr(sglang_engine.importlib.util, "find_spec", lambda name: None)
+    assert "without its dependencies" in refused(ResourceError, choose_engine, "sglang", on_cpu=True)
 
 
 def test_auto_takes_the_first_engine_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def engine(name: str, *lacks: Lack) -> Engine:
-        return Engine(name, "", lambda: list(lacks), lambda options: [])
+        return Engine(name, "", lambda: list(lacks), lambda options: Launch([]))
 
     monkeypatch.setattr(
         engines, "ENGINES", {"a": engine("a", Lack("x", "get x")), "b": engine("b"), "c": engine("c")}
@@ -166,12 +177,15 @@ def test_auto_takes_the_first_engine_that_can_run(monkeypatch: pytest.MonkeyPatc
     assert "get x" in refused(ResourceError, choose_engine).lower()
 
 
-def test_the_command_lines_name_model_host_and_port() -> None:
-    options = ServeOptions(Path("/m/tiny"), host="127.0.0.1", port=7, name="n", api_key="sesame")
-    for engine in engines.ENGINES.values():
-        command = engine.command(options)
-        assert {"/m/tiny", "127.0.0.1", "7", "n"} <= set(command)
-        assert "sesame" not in " ".join(command)
+@pytest.mark.parametrize("name", engines.ENGINES)
+def test_the_command_lines_name_model_host_and_port(name: str, tiny_packed: Path, tiny_ple: Path) -> None:
+    settings = SglangSettings(device="cpu") if name == "sglang" else SglangSettings()
+    options = ServeOptions(
+        tiny_packed, tiny_ple, host="127.0.0.1", port=7, name="n", api_key="sesame", sglang=settings
+    )
+    launch = engines.ENGINES[name].launch(options)
+    assert {str(tiny_packed), "127.0.0.1", "7", "n"} <= set(launch.command)
+    assert "sesame" not in " ".join([*launch.command, *launch.environment.values()])
 
 
 @pytest.mark.parametrize(

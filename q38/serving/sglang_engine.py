@@ -1,0 +1,87 @@
+"""The sglang engine: what it lacks here, its plan, and how its child process is started."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING
+
+from q38.base.errors import InputError
+from q38.checkpoint.index import Checkpoint
+from q38.serving.machine import CUDA_REMEDY, has_cuda_gpu
+from q38.serving.records import control_socket
+from q38.serving.requirements import lacking
+from q38.serving.sglang_plan import make_plan
+from q38.serving.sglang_settings import Resolved, command, environment, refuse_conflicts, resolve
+
+if TYPE_CHECKING:
+    from q38.serving.engines import Lack, Launch, ServeOptions
+
+_SOCKET_NAME = 100  # Linux takes 107 characters
+
+
+def lacks() -> list[Lack]:
+    """What this machine lacks to serve on its GPU."""
+    from q38.serving.engines import Lack
+
+    missing = (
+        [] if has_cuda_gpu() else [Lack("no CUDA GPU", f"{CUDA_REMEDY}, or --device cpu for a tiny model")]
+    )
+    return missing + lacks_on_cpu()
+
+
+def lacks_on_cpu() -> list[Lack]:
+    """What it lacks to serve a tiny model on the CPU."""
+    from q38.serving.engines import Lack
+
+    missing = [Lack(str(need), need.remedy) for need in lacking("sglang")]
+    if not missing and importlib.util.find_spec("orjson") is None:
+        missing.append(Lack("SGLang is installed without its dependencies", 'pip install "q38[sglang]"'))
+    return missing
+
+
+def launch(options: ServeOptions) -> Launch:
+    """Resolve the settings, plan, and make the command line.
+
+    Raises:
+        InputError: options that contradict each other or the model.
+        ResourceError: it does not fit.
+    """
+    from q38.serving.engines import Launch
+    from q38.sglang_ext.options import ExtensionOptions
+
+    settings = options.sglang
+    refuse_conflicts(settings, engine="sglang", device=settings.device or "cuda")
+    checkpoint = Checkpoint.open(options.model)
+    resolved = resolve(settings, checkpoint.config, where=str(options.model / "config.json"))
+    if settings.profile is not None and not settings.profile.is_file():
+        raise InputError("no such file", where=settings.profile, remedy="make it with q38 build-placement")
+    plan = make_plan(checkpoint, settings, resolved, options.ple)
+    control = control_socket(options.port).resolve()
+    if len(str(control)) > _SOCKET_NAME:
+        raise InputError(
+            f"the name of a socket there is longer than {_SOCKET_NAME} characters",
+            where=control.parent,
+            remedy="set Q38_STATE_DIR to a shorter directory",
+        )
+    extension = ExtensionOptions(
+        model=str(options.model.resolve()),
+        ple=None if options.ple is None else str(options.ple.resolve()),
+        profile=None if settings.profile is None else str(settings.profile.resolve()),
+        device_rows=plan.device_rows,
+        fewest_device_rows=plan.fewest_device_rows,
+        reserve=plan.reserve,
+        spare=plan.spare,
+        control=str(control),
+    )
+    return Launch(
+        [sys.executable, "-m", "q38.serving.sglang_server", *_arguments(options, resolved, checkpoint)],
+        environment(resolved, extension.to_json()),
+        plan.lines(),
+        plan.to_dict(),
+    )
+
+
+def _arguments(options: ServeOptions, resolved: Resolved, checkpoint: Checkpoint) -> list[str]:
+    text_only = bool(checkpoint.config.get("language_model_only", False))
+    return command(options, resolved, language_model_only=text_only)

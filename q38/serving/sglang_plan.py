@@ -1,0 +1,192 @@
+"""What a model takes on this machine, in bytes, before anything is loaded; refused where it cannot fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from q38.base.errors import InputError, ResourceError
+from q38.base.memory import available_memory
+from q38.base.units import format_bytes
+from q38.checkpoint.index import Checkpoint
+from q38.model.kv import gdn_state_bytes, kv_bytes_per_token
+from q38.model.names import Group, classify
+from q38.model.shape import ModelShape
+from q38.ple.table import read_info
+from q38.recipe.budget import GroupCost, MachinePlan, Reserve, Sizes, expert_row_bytes, machine_plan
+from q38.serving.machine import probe_gpus
+from q38.serving.sglang_settings import Resolved, SglangSettings
+
+_SPARE = 16  # row slots kept free on both sides, so that rows can be exchanged
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """Bytes by what they hold. `device` is empty on a CPU.
+
+    device_rows: expert rows that start in device memory; fewest_device_rows: the fewest there can be. spare: free row slots on either side.
+    reserve: bytes of device memory that rows leave to the rest.
+    """
+
+    device: dict[str, int]
+    host: dict[str, int]
+    disk: dict[str, int]
+    rows: int
+    device_rows: int
+    fewest_device_rows: int
+    spare: int
+    reserve: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dict(vars(self))
+
+    def lines(self) -> list[str]:
+        """For people: one line a place."""
+        places = (("GPU", self.device), ("host", self.host), ("disk", self.disk))
+        told = [
+            f"{place}: " + ", ".join(f"{what} {format_bytes(n)}" for what, n in parts.items())
+            for place, parts in places
+            if parts
+        ]
+        return (
+            [*told, f"expert rows: {self.device_rows} of {self.rows} in GPU memory"] if self.device else told
+        )
+
+
+def make_plan(
+    checkpoint: Checkpoint, settings: SglangSettings, resolved: Resolved, table: Path | None
+) -> ServePlan:
+    """Plan one server.
+
+    Raises:
+        ResourceError: it does not fit; the message gives the shortfall.
+        InputError: the experts are not packed at 2 bits.
+    """
+    shape = ModelShape.from_config(checkpoint.config)
+    row_bytes = _row_bytes(checkpoint, shape)
+    rows = shape.num_layers * shape.num_experts
+    groups: Counter[Group] = Counter()
+    for info in checkpoint.tensors.values():
+        groups[classify(info.name)] += info.nbytes
+    dense = sum(n for group, n in groups.items() if group not in _ELSEWHERE)
+    disk = {} if table is None else {"n-gram table": read_info(table).bytes}
+    ram = min(settings.ram or available_memory(), available_memory())
+    if resolved.device == "cpu":
+        return _on_cpu(shape, resolved, dense, rows, row_bytes, ram, disk)
+    machine = _on_gpu(checkpoint, groups, settings, resolved, dense, row_bytes, ram)
+    device_rows = max(machine.resident_per_layer * shape.num_layers - _SPARE, 0)
+    reserve = sum(
+        n for what, n in machine.gpu.items() if what not in ("resident expert rows", "dense weights")
+    )
+    return ServePlan(
+        device={**machine.gpu, "left": machine.gpu_left},
+        host={**machine.host, "left": machine.ram_left},
+        disk=disk,
+        rows=rows,
+        device_rows=device_rows,
+        fewest_device_rows=device_rows,
+        spare=_SPARE,
+        reserve=reserve,
+    )
+
+
+_ELSEWHERE = (Group.EXPERTS, Group.NGRAM, Group.MTP, Group.MTP_EXPERTS, Group.VISION)
+
+
+def _on_cpu(
+    shape: ModelShape,
+    resolved: Resolved,
+    dense: int,
+    rows: int,
+    row_bytes: int,
+    ram: int,
+    disk: dict[str, int],
+) -> ServePlan:
+    kv = (
+        kv_bytes_per_token(shape, resolved.kv, context=resolved.context)
+        * resolved.context
+        * resolved.requests
+    )
+    host = {
+        "dense weights": 4 * dense,  # packed matrices are unpacked to bf16
+        "expert rows": (rows + rows // 2 + 2 * _SPARE) * row_bytes,
+        "KV cache": int(kv),
+        "GDN state": gdn_state_bytes(shape) * (resolved.requests + 1),
+        "server processes": Reserve().host_process,
+    }
+    _require(sum(host.values()), ram)
+    return ServePlan(
+        device={},
+        host=host,
+        disk=disk,
+        rows=rows,
+        device_rows=rows,
+        fewest_device_rows=rows // 2,
+        spare=_SPARE,
+        reserve=0,
+    )
+
+
+def _on_gpu(
+    checkpoint: Checkpoint,
+    groups: Counter[Group],
+    settings: SglangSettings,
+    resolved: Resolved,
+    dense: int,
+    row_bytes: int,
+    ram: int,
+) -> MachinePlan:
+    gpus = probe_gpus()
+    if not gpus:
+        raise ResourceError("no CUDA GPU", where="--device", remedy="use a machine with one, or --device cpu")
+    free = gpus[0].memory_free
+    total = min(settings.gpu_memory or free, free)
+    expert_bytes = groups[Group.EXPERTS]
+    cost = Sizes(
+        groups=[GroupCost(str(Group.EXPERTS), 0, 0, expert_bytes, {})],
+        source_bytes=0,
+        source_tensors=0,
+        tensors=0,
+        tensor_bytes=dense + expert_bytes,
+        ngram_bytes=0,
+        parameters=0,
+        bits_per_weight=0.0,
+        published_bits_per_weight=0.0,
+        row_bytes=row_bytes,
+    )
+    return machine_plan(
+        checkpoint.config,
+        cost,
+        gpu_total=total,
+        ram_total=ram,
+        context=resolved.context,
+        kv_format=resolved.kv,
+        sequences=resolved.requests,
+        chunk=resolved.chunk,
+        # The rest of the system is already outside the free memory that this starts from.
+        reserve=Reserve(host_system=0),
+    )
+
+
+def _row_bytes(checkpoint: Checkpoint, shape: ModelShape) -> int:
+    quantization = checkpoint.config.get("quantization_config") or {}
+    bits, group = quantization.get("bits"), quantization.get("group_size")
+    if bits != 2 or not isinstance(group, int):
+        raise InputError(
+            f"experts at {bits or 16} bits, the sglang engine serves 2-bit experts",
+            where=checkpoint.path / "config.json",
+            remedy="quantize with q38 quantize, or use --engine transformers",
+        )
+    return expert_row_bytes(shape, bits, group)
+
+
+def _require(needed: int, ram: int) -> None:
+    if needed > ram:
+        raise ResourceError(
+            f"{format_bytes(needed)} needed, {format_bytes(ram)} there: {format_bytes(needed - ram)} short",
+            where="host memory",
+            remedy="lower --context or --requests",
+        )

@@ -1,0 +1,42 @@
+"""Rows move between two steps of the model, never inside one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Gate:
+    """Keeps steps and moves apart. A move that waits goes before the next step, so a busy server cannot starve it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._stepping = False
+        self._moves = 0  # waiting or under way
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step of the model. Only one thread steps."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._moves)
+            self._stepping = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._stepping = False
+                self._changed.notify_all()
+
+    @contextmanager
+    def move(self) -> Iterator[None]:
+        """One change of the rows. Only one thread moves."""
+        with self._changed:
+            self._moves += 1
+            self._changed.wait_for(lambda: not self._stepping)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._moves -= 1
+                self._changed.notify_all()

@@ -1,0 +1,87 @@
+"""What `q38 serve` tells the plugin: one JSON document in one environment variable."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+
+from q38.base import settings
+from q38.base.errors import InputError
+
+
+@dataclass(frozen=True)
+class ExtensionOptions:
+    """Options of the plugin in one server.
+
+    model: directory of the packed checkpoint.
+    ple: directory of the split n-gram table; None where the model has none.
+    profile: routing profile that ranks the experts; None ranks all alike.
+    device_rows: expert rows that start in device memory; None fills what `reserve` leaves.
+    fewest_device_rows: the fewest there will ever be; the pinned pool holds the rest. None: as `device_rows`.
+    reserve: bytes of device memory that rows leave free (KV cache, graphs, working memory).
+    spare: row slots kept free on both sides, so that rows can be exchanged.
+    unpack_dense: unpack 8-bit projections to bf16 at load, for a GPU on which SGLang's packed kernels do not build;
+        always done on a CPU.
+    control: Unix socket on which the process with the model takes changes of the rows; None: it takes none.
+    """
+
+    model: str
+    ple: str | None = None
+    profile: str | None = None
+    device_rows: int | None = None
+    fewest_device_rows: int | None = None
+    reserve: int = 0
+    spare: int = 16
+    unpack_dense: bool = False
+    control: str | None = None
+
+    def to_json(self) -> str:
+        """The value of the environment variable."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> ExtensionOptions:
+        """Read that value back.
+
+        Raises:
+            InputError: not such a document.
+        """
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise InputError(
+                f"not options of the SGLang extension ({error})",
+                where=settings.SGLANG,
+                remedy=f"start SGLang with q38 serve, or give a JSON object of {', '.join(f.name for f in fields(cls))}",
+            ) from None
+
+
+def marker() -> Path:
+    """The file that `q38 patch-sglang enable` leaves in this Python environment."""
+    return Path(sys.prefix) / "etc" / "q38" / "sglang-enabled"
+
+
+def enabled() -> bool:
+    """Whether this process is to load the extension."""
+    return bool(settings.load().sglang) or marker().is_file()
+
+
+@lru_cache(maxsize=1)
+def given() -> ExtensionOptions | None:
+    """The options of this process; None where only the marker enables the extension."""
+    text = settings.load().sglang
+    return ExtensionOptions.from_json(text) if text else None
+
+
+def resolve(model: str) -> ExtensionOptions:
+    """The options for a model that SGLang loads: those given, else what its directory says."""
+    from q38.ple.find import find_ple
+
+    options = given()
+    if options is not None:
+        return options
+    table = find_ple(Path(model))
+    return ExtensionOptions(model, None if table is None else str(table))

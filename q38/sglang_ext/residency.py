@@ -1,0 +1,185 @@
+"""The expert rows of the model that this process serves: opened and filled once, then found by layer."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from q38.base.errors import InputError, ResourceError
+from q38.base.units import GIB, format_bytes
+from q38.checkpoint.index import Checkpoint
+from q38.model.shape import ModelShape
+from q38.residency import placement, profile
+from q38.residency.cache import ExpertCache, open_cache
+from q38.residency.driver import Cuda, Driver
+from q38.residency.heat import hottest_overall
+from q38.residency.loader import LoadReport, load_rows
+from q38.residency.shards import expert_layout, plan_reads
+from q38.residency.table import ENTRY
+from q38.sglang_ext.control import ControlServer
+from q38.sglang_ext.gate import Gate
+from q38.sglang_ext.host_memory import HostMemory
+from q38.sglang_ext.options import ExtensionOptions
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+_KEEP = GIB  # host memory that stays available beside the pinned pool
+
+
+class ExpertRows:
+    """All rows of one model, with the address table that kernels read.
+
+    Attributes:
+        layout: of one row.
+        scale_dtype: of the scales in the rows.
+        cache: grows, shrinks and refills the rows in device memory.
+        loaded: how loading went.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, options: ExtensionOptions, device: torch.device) -> None:
+        """Open the cache and fill it from the checkpoint.
+
+        Raises:
+            InputError: the checkpoint holds no rows, or the profile is of another model.
+            ResourceError: they do not fit.
+        """
+        import torch
+
+        shape = ModelShape.from_config(checkpoint.config)
+        self.layout = expert_layout(checkpoint)
+        self.scale_dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[
+            plan_reads(checkpoint, self.layout).scale_dtype
+        ]
+        driver, stream = _driver(device)
+        heat = _heat(options, shape.num_layers, shape.num_experts)
+        count = _rows_on_device(options, driver, self.layout.row_bytes, heat.size)
+        self.cache: ExpertCache = open_cache(
+            driver,
+            self.layout.row_bytes,
+            hottest_overall(heat, count),
+            heat,
+            stream=stream,
+            fewest=options.fewest_device_rows,
+            spare=options.spare,
+            scratch=heat.size * ENTRY,
+            keep=_KEEP,
+        )
+        self.loaded: LoadReport = load_rows(checkpoint, self.layout, self.cache.store)
+        self.gate = Gate()
+        self._device = device
+        self._table = self.cache.store.table.tensor()  # int64 [layers, experts]
+        logger.info(
+            "q38: %d expert rows of %s, %d in device memory, %s pinned, read at %.2f GB/s",
+            heat.size,
+            format_bytes(self.layout.row_bytes),
+            count,
+            format_bytes(self.cache.store.pool.pinned),
+            self.loaded.gb_per_second,
+        )
+
+    def table(self, layer: int) -> torch.Tensor:
+        """int64 [experts]: addresses of a layer's rows. The tensor stays; its content follows every move."""
+        return self._table[layer]
+
+    def follow_stream(self) -> None:
+        """Move rows against the stream that the model runs on now; SGLang chooses it after loading."""
+        if self._device.type == "cuda":
+            import torch
+
+            self.cache.store.stream = torch.cuda.current_stream(self._device).cuda_stream
+
+    def place_by(self, file: Path) -> None:
+        """Hold the hottest rows of another routing profile in device memory, as many as now.
+
+        Raises:
+            InputError: the profile is of another model.
+            ResourceError: no slot is free to exchange rows through.
+        """
+        heat = read_heat(file, self.cache.layers, self.cache.experts)
+        count = int(self.cache.resident.sum())
+        self.cache.set_heat(heat)
+        self.cache.set_resident(hottest_overall(heat, count))
+
+    def status(self) -> dict[str, Any]:
+        """Counts and bytes, for the control interface."""
+        return {**self.cache.status(), "row_bytes": self.layout.row_bytes}
+
+
+_rows: ExpertRows | None = None
+
+
+def open_rows(checkpoint: Checkpoint, options: ExtensionOptions, device: torch.device) -> ExpertRows:
+    """Load the rows of this process's model.
+
+    Raises:
+        as ExpertRows; ResourceError where a model was loaded before.
+    """
+    global _rows
+    if _rows is not None:
+        raise ResourceError("this process holds a model's rows already", where="expert rows")
+    _rows = ExpertRows(checkpoint, options, device)
+    if options.control is not None:
+        ControlServer(_rows, Path(options.control))
+    return _rows
+
+
+def loaded() -> ExpertRows | None:
+    """The rows of this process's model, None before they are loaded."""
+    return _rows
+
+
+def rows() -> ExpertRows:
+    """The rows of this process's model.
+
+    Raises:
+        ResourceError: they are not loaded yet.
+    """
+    if _rows is None:
+        raise ResourceError("the expert rows are not loaded", where="expert rows")
+    return _rows
+
+
+def _driver(device: torch.device) -> tuple[Driver, int]:
+    """The driver, and the stream that SGLang runs the model on."""
+    if device.type != "cuda":
+        return HostMemory(), 0
+    import torch
+
+    return Cuda(device.index or 0), torch.cuda.current_stream(device).cuda_stream
+
+
+def _heat(options: ExtensionOptions, layers: int, experts: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """[layers, experts]: how often each row is expected to be read."""
+    return (
+        np.ones((layers, experts))
+        if options.profile is None
+        else read_heat(Path(options.profile), layers, experts)
+    )
+
+
+def read_heat(file: Path, layers: int, experts: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The heat of a routing profile, [layers, experts].
+
+    Raises:
+        InputError: it is of another model.
+    """
+    found = placement.heat(profile.load(file))
+    if found.shape != (layers, experts):
+        raise InputError(
+            f"a profile of {found.shape[0]} x {found.shape[1]} experts, the model has {layers} x {experts}",
+            where=file,
+            remedy="build it for this model: q38 build-placement",
+        )
+    return found
+
+
+def _rows_on_device(options: ExtensionOptions, driver: Driver, row_bytes: int, total: int) -> int:
+    if options.device_rows is not None:
+        return min(options.device_rows, total)
+    room = max(driver.memory()[0] - options.reserve, 0)
+    return int(min(room // row_bytes - options.spare, total)) if room else 0

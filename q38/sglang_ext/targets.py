@@ -1,0 +1,122 @@
+"""Every name of SGLang that the plugin changes or builds on, by mechanism. No import of sglang here.
+
+A hooked target is wrapped or replaced; a relied-on one is called, subclassed or read. Both are compared with the
+manifest of the release, since either may change its meaning under the same name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SRT = "sglang.srt."
+AUTOROUND = _SRT + "layers.quantization.auto_round.AutoRoundConfig"
+LOADER = _SRT + "model_loader.loader.DefaultModelLoader"
+QWEN4 = _SRT + "models.qwen4_exp"
+BREAKABLE = _SRT + "model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend"
+INDEXER = _SRT + "layers.attention.qsa.qsa_indexer.QSAIndexer"
+SPARSE = _SRT + "layers.attention.qwen_sparse_attn_backend.QwenSparseAttnBackend"
+KV_POOL = _SRT + "mem_cache.memory_pool.MHATokenToKVPool"
+SERVER_ARGS = _SRT + "server_args.ServerArgs"
+SCHEDULER = _SRT + "managers.scheduler.Scheduler"
+FORWARD_BATCH = _SRT + "model_executor.forward_batch_info.ForwardBatch"
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """One thing the plugin adds.
+
+    engine: only the process that runs the model needs it.
+    cuda: has an effect on a CUDA device only.
+    """
+
+    name: str
+    summary: str
+    hooked: tuple[str, ...]
+    relied: tuple[str, ...] = ()
+    engine: bool = True
+    cuda: bool = False
+
+
+MECHANISMS = (
+    Mechanism(
+        "packed-modules",
+        "fused module names resolve in AutoRound's extra_config",
+        (AUTOROUND + ".from_config",),
+        (_SRT + "layers.quantization.base_config.QuantizationConfig", AUTOROUND + ".get_layer_config"),
+    ),
+    Mechanism(
+        "experts-2bit",
+        "2-bit experts as rows found through an address table",
+        (AUTOROUND + ".get_quant_method",),
+        (
+            _SRT + "layers.quantization.base_config.FusedMoEMethodBase",
+            _SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.__init__",
+            _SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl",
+            _SRT + "layers.moe.token_dispatcher.standard.StandardCombineInput",
+            _SRT + "layers.moe.token_dispatcher.standard.StandardDispatchOutput",
+        ),
+    ),
+    Mechanism(
+        "weight-streaming",
+        "expert rows and n-gram rows never pass SGLang's weight loader",
+        (LOADER + "._get_all_weights",),
+        (LOADER + ".load_model", QWEN4 + ".Qwen4ExpForConditionalGeneration.load_weights"),
+    ),
+    Mechanism(
+        "ngram-rows",
+        "rows of the n-gram table are read from disk before the step",
+        (QWEN4 + ".Qwen4ExpNGramEmbedding", FORWARD_BATCH + ".init_new"),
+        (
+            QWEN4 + ".Qwen4ExpPLELayer",
+            QWEN4 + "._prepare_ple_batch",
+            _SRT + "managers.schedule_batch.Req.refresh_fill_ids",
+            _SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_decode",
+        ),
+    ),
+    Mechanism(
+        "row-moves",
+        "expert rows move between steps, and by HTTP request",
+        (SCHEDULER + ".run_batch",),
+        (SCHEDULER + ".event_loop_normal",),
+    ),
+    Mechanism(
+        "language-model-only",
+        "the vision tower can be left out",
+        (SERVER_ARGS + ".LANGUAGE_MODEL_ONLY_ARCHITECTURES",),
+        (_SRT + "arg_groups.model_hook.handle_language_model_only",),
+        engine=False,
+    ),
+    Mechanism(
+        "graph-output",
+        "breakable CUDA graphs of decode take the logits processor's output",
+        tuple(f"{BREAKABLE}.{name}" for name in ("_output_rows", "_alloc_full_buffer", "_slice_output", "_copy_output_to_buffer")),
+        (_SRT + "layers.logits_processor.LogitsProcessorOutput",),
+        cuda=True,
+    ),
+    Mechanism(
+        "rope-sync",
+        "the sparse-attention indexer does not wait for the device once a layer",
+        (INDEXER + ".project_qk", INDEXER + ".apply_rope"),
+        (_SRT + "utils.common.reserve_rope_cache_for_long_sequences",),
+        cuda=True,
+    ),
+    Mechanism(
+        "fp8-clamp",
+        "keys and values beyond 448 saturate in an fp8 cache instead of turning into NaN",
+        (KV_POOL + ".set_kv_buffer", SPARSE + "._try_fused_kv_attention"),
+        cuda=True,
+    ),
+)  # fmt: skip
+
+# Files that `patch-sglang apply` edits: patch_edits.py.
+EDITED_FILES = (
+    "sglang/srt/layers/quantization/auto_round.py",
+    "sglang/srt/server_args.py",
+    "sglang/srt/model_executor/runner_backend/breakable_cuda_graph_backend.py",
+)
+
+
+def all_targets() -> list[str]:
+    """Every hooked and relied-on name, each once."""
+    names = (name for mechanism in MECHANISMS for name in (*mechanism.hooked, *mechanism.relied))
+    return sorted(set(names))

@@ -1,0 +1,224 @@
+"""The packed tiny model in the real SGLang engine on the CPU, against transformers on the same packed weights."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from q38.base.errors import Q38Error
+from q38.serving import records
+from q38.serving.client import Client
+from q38.serving.launch import running_server
+from q38.serving.sglang_settings import SglangSettings
+from tests.sglang_ext.conftest import missing
+
+if TYPE_CHECKING:
+    from q38.serving.launch import Server
+
+KEY = {"Authorization": "Bearer sesame"}
+PROMPTS = Path(__file__).parents[2] / "assets" / "prompts"
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(
+    tiny_packed: Path, tiny_ple: Path, tmp_path: Path
+) -> None:
+    """The refusal comes from SGLang's scheduler, two processes away."""
+    if why := missing():
+        pytest.skip(why)
+    info = json.loads((tiny_ple / "ple.json").read_text())
+    table = (tiny_ple / info["file"]).read_bytes()
+    half = {**info, "rows": info["rows"] // 2, "bytes": len(table) // 2}
+    (tmp_path / "ple").mkdir()
+    (tmp_path / "ple" / info["file"]).write_bytes(table[: len(table) // 2])
+    (tmp_path / "ple" / "ple.json").write_text(json.dumps(half))
+    settings = SglangSettings(device="cpu", context=256)
+    with (
+        pytest.raises(Q38Error) as failed,
+        running_server(tiny_packed, ple=tmp_path / "ple", engine="sglang", sglang=settings),
+    ):
+        pass
+    assert f"n-gram table of {half['rows']} rows" in str(failed.value)
+    assert ".log" in str(failed.value)
+    assert not records.running() or all(r.engine != "sglang" for r in records.running())
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_packed: Path) -> list[list[int]]:
+    """Token ids of three texts of different length."""
+    from q38.hf.load import load_tokenizer
+
+    tokenizer = load_tokenizer(tiny_packed)
+    files = (("prose.en.txt", 300), ("code.txt", 120), ("prose.ja.txt", 40))
+    return [tokenizer((PROMPTS / name).read_text())["input_ids"][:n] for name, n in files]
+
+
+@pytest.fixture(scope="module")
+def scored(sglang_server: Server, texts: list[list[int]]) -> list[torch.Tensor]:
+    """Teacher-forced log-probabilities of each text's tokens but the first, from SGLang."""
+    return [torch.tensor(input_logprobs(sglang_server, ids)[1:]) for ids in texts]
+
+
+def generate(server: Server, ids: list[int], **sampling: Any) -> dict[str, Any]:
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True, **sampling},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    answer = httpx.post(f"{server.url}/generate", json=body, headers=KEY, timeout=120)
+    assert answer.status_code == 200, answer.text
+    document: dict[str, Any] = answer.json()
+    return document
+
+
+def input_logprobs(server: Server, ids: list[int]) -> list[float]:
+    return [entry[0] for entry in generate(server, ids)["meta_info"]["input_token_logprobs"]]
+
+
+@pytest.fixture(scope="module")
+def exact_model(tiny_packed: Path, tiny_ple: Path) -> Any:
+    """The same packed weights in transformers, in float32."""
+    from q38.hf.load import load_model
+
+    return load_model(tiny_packed, ple=tiny_ple, dtype=torch.float32)
+
+
+def score(model: Any, texts: list[list[int]]) -> list[torch.Tensor]:
+    """Teacher-forced log-probabilities from a transformers model."""
+    from q38.hf.hooks import qsa_shortcut
+
+    found = []
+    for ids in texts:
+        with torch.no_grad(), qsa_shortcut():
+            logits = model(input_ids=torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        found.append(logits[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0])
+    return found
+
+
+def distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+    return float((torch.cat(a) - torch.cat(b)).abs().mean())
+
+
+def test_log_probabilities_agree_with_transformers(
+    scored: list[torch.Tensor], texts: list[list[int]], exact_model: Any, tiny_packed: Path, tiny_ple: Path
+) -> None:
+    from q38.hf.load import load_model
+
+    exact = score(exact_model, texts)
+    rounded = score(load_model(tiny_packed, ple=tiny_ple, dtype=torch.bfloat16), texts)
+    noise = distance(exact, rounded)  # transformers against itself, bf16 against float32
+    apart = distance(scored, exact)
+    print(f"mean |d| {apart:.5f} nats, transformers' own noise {noise:.5f}")
+    assert apart <= 1e-2
+    assert apart <= 2 * noise
+
+
+@pytest.mark.parametrize(("ending", "part"), [("down_proj", ".experts."), ("value_proj", ".ple.")])
+def test_the_agreement_would_show_wrong_experts_and_wrong_ngram_rows(
+    texts: list[list[int]], exact_model: Any, ending: str, part: str
+) -> None:
+    exact = score(exact_model, texts[1:])
+    changed = [m for n, m in exact_model.named_modules() if n.endswith(ending) and part in n]
+    kept = [module.weight.data for module in changed]
+    for module in changed:
+        module.weight.data = torch.zeros_like(module.weight)
+    without = score(exact_model, texts[1:])
+    for module, weight in zip(changed, kept, strict=True):
+        module.weight.data = weight
+    assert changed
+    assert distance(exact, without) > 2e-2
+
+
+def test_decoding_a_token_at_a_time_scores_as_the_whole_text_does(
+    sglang_server: Server, texts: list[list[int]]
+) -> None:
+    ids = texts[2]
+    answer = generate(sglang_server, ids, max_new_tokens=8)
+    decoded = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+    again = input_logprobs(sglang_server, ids + answer["output_ids"])[-8:]
+    assert decoded == pytest.approx(again, abs=0.05)
+
+
+def test_chat_goes_through_the_template_and_the_reasoning_parser(sglang_server: Server) -> None:
+    with Client(sglang_server.url, api_key="sesame") as client:
+        reply = client.chat("Hello", model="tiny", max_tokens=4)
+    assert reply.completion_tokens == 4
+    assert reply.finish_reason == "length"
+
+
+def test_a_client_without_the_key_is_refused(sglang_server: Server) -> None:
+    assert httpx.get(f"{sglang_server.url}/v1/models").status_code == 401
+    assert httpx.get(f"{sglang_server.url}/v1/models", headers=KEY).status_code == 200
+
+
+def test_the_key_is_on_no_command_line_of_the_server(sglang_server: Server) -> None:
+    process = psutil.Process(sglang_server.pid)
+    lines = [" ".join(p.cmdline()) for p in (process, *process.children(recursive=True))]
+    assert len(lines) >= 3  # the server, its scheduler, its detokenizer
+    assert not any("sesame" in line for line in lines)
+
+
+def test_more_requests_than_run_at_once_are_queued_and_none_is_lost(
+    sglang_server: Server, texts: list[list[int]]
+) -> None:
+    prompts = [texts[2][: 8 + i] for i in range(6)]
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda ids: generate(sglang_server, ids, max_new_tokens=3), prompts))
+    alone = [generate(sglang_server, ids, max_new_tokens=3) for ids in prompts]
+    for a, b in zip(together, alone, strict=True):
+        first = [x["meta_info"]["output_token_logprobs"][0][0] for x in (a, b)]
+        assert first[0] == pytest.approx(first[1], abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "body", [{"messages": "no list"}, {"messages": []}, {"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}]
+)  # fmt: skip
+def test_a_malformed_request_is_answered_and_the_server_goes_on(
+    sglang_server: Server, body: dict[str, Any]
+) -> None:
+    answer = httpx.post(
+        f"{sglang_server.url}/v1/chat/completions", json={"model": "tiny", **body}, headers=KEY, timeout=60
+    )
+    assert 400 <= answer.status_code < 500, answer.text
+    with Client(sglang_server.url, api_key="sesame") as client:
+        assert client.chat("Hello", model="tiny", max_tokens=1).completion_tokens == 1
+
+
+def test_a_prompt_beyond_the_context_is_refused(sglang_server: Server) -> None:
+    body = {"input_ids": [5] * 2000, "sampling_params": {"max_new_tokens": 1}}
+    assert httpx.post(f"{sglang_server.url}/generate", json=body, headers=KEY, timeout=60).status_code == 400
+
+
+def test_the_log_says_how_many_rows_lie_where(sglang_server: Server) -> None:
+    assert "expert rows of" in sglang_server.log.read_text()
+
+
+def test_rows_move_while_requests_run_and_no_result_changes(
+    sglang_server: Server, texts: list[list[int]]
+) -> None:
+    url = f"{sglang_server.url}/q38/residency"
+    assert httpx.get(url).status_code == 401
+    before = httpx.get(url, headers=KEY).json()["status"]
+    assert before["rows_on_device"] == sum(before["rows_per_layer"]) == 64
+    expected = input_logprobs(sglang_server, texts[2])
+
+    def ask(**request: Any) -> httpx.Response:
+        return httpx.post(url, json=request, headers=KEY, timeout=60)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(generate, sglang_server, texts[2], max_new_tokens=30)
+        assert ask(action="shrink", rows=20).json()["status"]["rows_on_device"] == 44
+        assert ask(action="grow", rows=7).json()["status"]["rows_on_device"] == 51
+        busy.result()
+    assert input_logprobs(sglang_server, texts[2]) == expected
+    assert ask(action="shrink", rows=60).status_code == 409
+    assert ask(action="explode").status_code == 400
+    assert httpx.post(url, content=b"{", headers=KEY, timeout=60).status_code == 400
+    assert ask(action="grow", rows=13).json()["status"]["rows_on_device"] == 64
