@@ -44,7 +44,7 @@ def quantize(
     json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Quantize a checkpoint by a recipe with AutoRound, one block at a time.
+    """Quantize a checkpoint by a recipe, one block at a time.
 
     A killed run resumes after the last finished block with the same command.
     """
@@ -87,10 +87,12 @@ def _plan(console: Console, result: dict[str, Any], out: Path) -> None:
         f" {format_bytes(result['bytes'])}, to {out};"
         f" method {result['method']}, {result['blocks']} blocks"
     )
-    if result["method"] == "autoround":
+    if result["method"] != "rtn":
+        # AutoRound keeps what the source's block makes of its inputs beside what the quantized one makes.
+        memory, disk = (3, 4) if result["method"] == "autoround" else (2, 3)
         console.print(
             f"calibration: {result['calibration']['tokens']:,} tokens, {format_bytes(cache)} a cache of block inputs,"
-            f" up to three in memory and {format_bytes(4 * cache)} of disk for resuming"
+            f" up to {memory} in memory and {format_bytes(disk * cache)} of disk for resuming"
         )
 
 

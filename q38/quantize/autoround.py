@@ -24,6 +24,7 @@ from q38.checkpoint.packing import PackedMatrix
 from q38.model.names import Group, classify, layer_of
 from q38.quantize.adjustments import Run, adjusted
 from q38.quantize.plan import Plan
+from q38.quantize.torch_state import compute_dtype, fixed_torch
 from q38.recipe.bits import PACKING
 from q38.recipe.resolve import HIGH
 from q38.recipe.schema import Recipe
@@ -66,7 +67,7 @@ def tune(
         "AR_WORK_SPACE": str(scratch),  # else it makes a directory where it was called
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic products on CUDA
     }
-    with settings.exported(variables), adjusted(run), _torch_state(threads):
+    with settings.exported(variables), adjusted(run), _global_state(), fixed_torch(threads):
         compressor = build(source, plan, recipe, ids, device=device)
         compressor.output_dir = compressor.compress_context.output_dir = str(scratch)
         compressor.shard_writer = _Writer(sink)
@@ -96,7 +97,7 @@ def build(source: Path, plan: Plan, recipe: Recipe, ids: torch.Tensor, *, device
         scheme=QuantizationScheme.from_dict(base),
         layer_config=layer_config(plan),
         dataset=_batches(ids, experts.batch_size),
-        iters=experts.iters,
+        iters=experts.steps,
         nsamples=len(ids),
         seqlen=ids.shape[1],
         batch_size=experts.batch_size,
@@ -108,11 +109,6 @@ def build(source: Path, plan: Plan, recipe: Recipe, ids: torch.Tensor, *, device
         seed=recipe.calibration.seed,
         format=PACKING,
     )
-
-
-def compute_dtype(device: str) -> torch.dtype:
-    """float32 on the CPU, where bfloat16 is slow without the instructions and differs with them; else bfloat16."""
-    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def layer_config(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -198,22 +194,17 @@ def _batches(ids: torch.Tensor, batch_size: int) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _torch_state(threads: int) -> Iterator[None]:
-    """Fixed threads and deterministic kernels for the body; random states and print options restored."""
+def _global_state() -> Iterator[None]:
+    """No garbage collection over what is imported already; random states and print options restored after the body."""
     # AutoRound collects garbage after every step; over the objects of all imported packages that
     # costs more than the step itself on a small model.
     gc.collect()
     gc.freeze()
-    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         gc.unfreeze()
-        torch.set_num_threads(before[0])
-        torch.use_deterministic_algorithms(before[1])
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])

@@ -15,6 +15,7 @@ from q38.checkpoint.writer import require_free_space
 from q38.quantize.method import Method, Work
 from q38.quantize.output import check_written, write_metadata
 from q38.quantize.plan import describe, make_plan
+from q38.recipe.samples import with_samples
 from q38.recipe.schema import Recipe
 
 
@@ -45,7 +46,8 @@ def quantize(
 
     Returns:
         complete: False after a trial. method, bits (group -> width -> matrices), group_size, tensors, bytes.
-        blocks: per block its index, seconds, and loss_before, loss_after and best_iter where tuned.
+        blocks: per block its index, seconds, and loss_before, loss_after and best_iter where tuned; where each
+            expert has its own tokens, coverage (min, median, max) and fallback (experts with too few).
         calibration: what it was tuned on (`q38.quantize.calibration.Facts`), None if it was not.
 
     Raises:
@@ -55,6 +57,7 @@ def quantize(
         CheckFailed: AutoRound did not do what the recipe says.
     """
     checkpoint, out = Checkpoint.open(source), Path(out)
+    recipe = with_samples(recipe, checkpoint.config, check=not dry_run)
     plan = make_plan(checkpoint, recipe)
     last = last_block(blocks, len(plan.blocks))
     if dry_run:
@@ -79,7 +82,8 @@ def quantize(
         method.run(job, last)
         if any(shard.unit not in job.done for shard in plan.shards):
             return _result(work, job, complete=False)
-        job.commit("metadata", files=write_metadata(out, checkpoint, plan, recipe, method.facts()))
+        files = write_metadata(out, checkpoint, plan, recipe, method.facts())
+        job.commit("metadata", files={**files, **method.extra_files(job)})
         check_written(Checkpoint.open(out), plan)
         result = _result(work, job, complete=True)
         job.finish(result)
@@ -114,19 +118,24 @@ def last_block(blocks: str | None, total: int) -> int:
 
 
 def _method(work: Work, *, ple: Path | None, threads: int, device: str) -> Method:
-    if work.recipe.quantize.experts.method == "rtn":
+    name = work.recipe.quantize.experts.method
+    if name == "rtn":
         from q38.quantize.rounding import Rounding
 
         return Rounding(work)
-    from q38.quantize.tuning import Tuning
+    if name == "autoround":
+        from q38.quantize.tuning import Tuning
 
-    return Tuning(work, ple=ple, threads=threads, device=device)
+        return Tuning(work, ple=ple, threads=threads, device=device)
+    from q38.quantize.local.method import LocalTuning
+
+    return LocalTuning(work, ple=ple, threads=threads, device=device)
 
 
 def _result(work: Work, job: Job, *, complete: bool) -> dict[str, Any]:
     plan = work.plan
     blocks = [
-        {"block": shard.block, **job.done[shard.unit]["result"]}
+        {"block": shard.block, **_without_lists(job.done[shard.unit]["result"])}
         for shard in plan.blocks
         if shard.unit in job.done
     ]
@@ -141,3 +150,8 @@ def _result(work: Work, job: Job, *, complete: bool) -> dict[str, Any]:
         "seconds": sum(block["seconds"] for block in blocks),
         "calibration": (job.done.get("calibration") or {}).get("result"),
     }
+
+
+def _without_lists(outcome: dict[str, Any]) -> dict[str, Any]:
+    """A block's record without the tokens of every expert, which have a file of their own."""
+    return {key: value for key, value in outcome.items() if key != "tokens"}

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from q38.base.progress import Progress
 from q38.checkpoint.index import Checkpoint
 from q38.checkpoint.job import Job
+from q38.checkpoint.writer import FileRecord
 from q38.quantize.plan import Plan
 from q38.recipe.schema import Recipe
 
@@ -44,3 +45,6 @@ class Method(Protocol):
 
     def facts(self) -> dict[str, Any]:
         """Fields that it adds to the quantization_config of the output."""
+
+    def extra_files(self, job: Job) -> dict[str, FileRecord]:
+        """Write what it has to tell beside the shards, once all blocks are committed: file name -> record."""

@@ -9,6 +9,7 @@ from typing import Any
 from q38.checkpoint.job import Job
 from q38.checkpoint.packing import PackedMatrix
 from q38.checkpoint.source import SourceWeights
+from q38.checkpoint.writer import FileRecord
 from q38.quantize.method import Work
 from q38.quantize.plan import Shard
 from q38.quantize.rtn import round_rows
@@ -32,6 +33,10 @@ class Rounding:
 
     def facts(self) -> dict[str, Any]:
         return {"iters": 0}
+
+    def extra_files(self, job: Job) -> dict[str, FileRecord]:
+        del job
+        return {}
 
 
 def write_rounded(work: Work, job: Job, shards: Sequence[Shard]) -> None:
