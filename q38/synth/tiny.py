@@ -127,7 +127,7 @@ def _train(
     scratch = job.state / "trained.safetensors"
     if "train" not in job.done:
         streams = {
-            "code": _stream(job.out, texts),
+            "code": _stream(job.out, texts[::_EVERY]),
             "chat": _stream(job.out, chat_texts(texts[::_EVERY])),
             "held_out": _stream(job.out, load_texts("stdlib", "held_out").texts[::_EVERY]),
         }

@@ -15,7 +15,7 @@ import torch
 from q38.base.progress import SILENT, Progress
 from q38.model.names import LAYERS, NGRAM_SHARD
 
-STEPS = 96
+STEPS = 80
 LENGTH = 64  # one chunk of the delta rule, the cheapest a token
 CODE_ROWS, CHAT_ROWS = 7, 1  # sequences per step
 THREADS = 2  # part of the result: another number would round differently

@@ -111,10 +111,10 @@ def test_the_fp8_layout_holds_the_trained_weights(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two thirds of the real training, which is enough to tell that it works."""
+    """Most of the real training, which is enough to tell that it works."""
     out = tmp_path_factory.mktemp("trained") / "model"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "STEPS", train.STEPS * 2 // 3)
+        patch.setattr(train, "STEPS", train.STEPS * 4 // 5)
         synth_tiny(out, trained=True)
     return out
 
