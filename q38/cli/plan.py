@@ -21,8 +21,12 @@ def plan(
     recipe: Annotated[
         str, typer.Option("--recipe", "-r", help="Recipe file, or the name of a shipped one.")
     ] = "quality-24gb",
-    gpu: Annotated[str, typer.Option(help="GPU memory the server may use, for example 23.4GiB.")] = "23.4GiB",
-    ram: Annotated[str, typer.Option(help="Host memory of the machine, for example 30GiB.")] = "30GiB",
+    gpu: Annotated[
+        str, typer.Option(help="GPU memory the server may use, like 23.4GiB, or machine: what is free here.")
+    ] = "23.4GiB",
+    ram: Annotated[
+        str, typer.Option(help="Host memory, like 30GiB, or machine: what is free here.")
+    ] = "30GiB",
     context: Annotated[int, typer.Option(min=1, help="Tokens of context to hold.")] = 32768,
     kv: Annotated[str, typer.Option(help="KV cache format: bf16, fp8, int8, int4 or int8ring_int4.")] = "fp8",
     sequences: Annotated[int, typer.Option(min=1, help="Sequences served at once.")] = 1,
@@ -54,7 +58,9 @@ def plan(
     """
     with session(json_mode=json, debug=debug) as console:
         from q38.recipe.budget import make_plan
+        from q38.serving.machine import memory_sizes
 
+        gpu, ram = memory_sizes(gpu, ram)
         document, failure = make_plan(
             config,
             recipe,

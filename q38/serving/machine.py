@@ -15,9 +15,11 @@ from typing import Any
 import psutil
 
 from q38.base import settings
+from q38.base.errors import ResourceError
 from q38.base.memory import available_memory, cgroup_memory, memlock_limit
 from q38.serving.requirements import installed
 
+THIS_MACHINE = "machine"  # in place of a size
 CUDA_REMEDY = "use a machine with an NVIDIA GPU and its driver (nvidia-smi must work)"
 # The packages whose versions decide what a measurement means.
 PACKAGES = (
@@ -105,6 +107,22 @@ def probe(path: Path | None = None) -> Machine:
         disk=probe_disk(path or Path.cwd()),
         packages=packages,
     )
+
+
+def memory_sizes(gpu: str, ram: str) -> tuple[str, str]:
+    """Memory sizes as a user writes them, with "machine" replaced by what is free here, in bytes.
+
+    That is the memory of the GPU with the most of it free, and what a new process can take of the host's.
+
+    Raises:
+        ResourceError: "machine" for the GPU, and there is none.
+    """
+    if gpu == THIS_MACHINE:
+        gpus = probe_gpus()
+        if not gpus:
+            raise ResourceError("there is no GPU here", where="--gpu", remedy="give a size like 24GiB")
+        gpu = str(max(found.memory_free for found in gpus))
+    return gpu, str(available_memory()) if ram == THIS_MACHINE else ram
 
 
 def has_cuda_gpu() -> bool:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from q38.base.errors import ResourceError
+from q38.base.units import GIB
 from q38.serving import machine
-from q38.serving.machine import Gpu, parse_gpus, probe, probe_disk
+from q38.serving.machine import Gpu, memory_sizes, parse_gpus, probe, probe_disk
 
 
 def test_this_machine_is_probed_and_fits_json() -> None:
@@ -57,3 +59,17 @@ def test_a_disk_is_found_for_a_path_that_does_not_exist_yet(tmp_path: Path) -> N
     disk = probe_disk(tmp_path / "new" / "deeper")
     assert disk.path == str(tmp_path)
     assert disk.kind in {"nvme", "ssd", "rotational", "virtual", "unknown"}
+
+
+def test_sizes_of_this_machine_are_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(Gpu("card", "12.0", 24 * GIB, free, None, "1") for free in (3 * GIB, 20 * GIB))
+    monkeypatch.setattr(machine, "probe_gpus", lambda: gpus)
+    monkeypatch.setattr(machine, "available_memory", lambda: 29 * GIB)
+    assert memory_sizes("machine", "machine") == (str(20 * GIB), str(29 * GIB))
+    assert memory_sizes("23.4GiB", "30GiB") == ("23.4GiB", "30GiB")
+
+
+def test_a_machine_without_a_gpu_has_no_size_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "probe_gpus", lambda: ())
+    with pytest.raises(ResourceError, match="no GPU here"):
+        memory_sizes("machine", "30GiB")
