@@ -9,4 +9,5 @@ ruff format --check q38 tests
 mypy
 lint-imports
 python -m q38.cli.docs --check
-exec python -m pytest "$@"
+# Two workers: most tests wait for one thread. A file stays on one of them, with what it shares.
+exec python -m pytest -n 2 --dist loadfile "$@"

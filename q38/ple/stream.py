@@ -19,7 +19,7 @@ from q38.base.errors import InputError
 from q38.base.settings import cpu_count
 from q38.checkpoint.header import TensorInfo
 
-CHUNK = 4 * 2**20  # bytes per read
+CHUNK = 2**20  # bytes per read: larger buffers are mapped and unmapped by the allocator each time
 _READERS = 4
 _ALIGN = 16  # bytes; no dtype is wider
 
