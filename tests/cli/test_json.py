@@ -20,7 +20,7 @@ def _tree(*roots: Path) -> dict[Path, tuple[int, int]]:
 
 
 DRY = [
-    "synth tiny", "split-ple", "quantize", "requant-int8", "build-placement", "oracle save", "run", "serve", "bench serve",
+    "synth tiny", "synth sparse", "split-ple", "quantize", "requant-int8", "build-placement", "oracle save", "run", "serve", "bench serve",
     "tune-triton",
 ]  # fmt: skip
 
@@ -38,6 +38,7 @@ def test_a_dry_run_writes_nothing_and_its_json_parses(
     out = tmp_path / "out"
     arguments: dict[str, list[object]] = {
         "synth tiny": [out],
+        "synth sparse": [out],
         "split-ple": [tiny_source, "-o", out],
         "quantize": [tiny_source, "-o", out, "--recipe", FAST, "--ple", tiny_ple],
         "requant-int8": [tiny_quantized, "-o", out, "--source", tiny_source, "--recipe", FAST],
