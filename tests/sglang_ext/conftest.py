@@ -96,7 +96,7 @@ def sglang_child() -> Iterator[Child]:
     child.process.wait(30)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its scheduler keeps a core busy as long as it lives
 def sglang_server(tiny_packed: Path, tiny_ple: Path) -> Iterator[Server]:
     """The packed tiny model in the real SGLang engine on the CPU."""
     if why := missing():
