@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from q38.checkpoint.packing import dequantize
+from q38.checkpoint.index import Checkpoint
+from q38.checkpoint.packing import WORD, dequantize
 
 
 def unpack_linears(model: nn.Module, dtype: torch.dtype) -> int:
@@ -25,3 +26,14 @@ def unpack_linears(model: nn.Module, dtype: torch.dtype) -> int:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, linear)
     return len(packed)
+
+
+def unpacked_bytes(checkpoint: Checkpoint, item: int) -> int:
+    """Bytes of all packed matrices once unpacked to `item` bytes a weight."""
+    total = 0
+    for info in checkpoint.tensors.values():
+        zeros = checkpoint.tensors.get(info.name.removesuffix(".qweight") + ".qzeros")
+        if info.name.endswith(".qweight") and zeros is not None:
+            bits = zeros.shape[1] * WORD // info.shape[1]
+            total += info.numel * WORD // bits * item
+    return total

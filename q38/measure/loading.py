@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from q38.checkpoint.index import Checkpoint
-from q38.checkpoint.packing import WORD
 from q38.hf.load import load_model
+from q38.hf.unpack import unpacked_bytes
 from q38.model.names import Group, classify
 
 UNPACKED_BYTES = 2**30  # packed matrices are unpacked once, not at every call, while they fit in this
@@ -24,14 +24,3 @@ def load_for_measuring(path: Path, *, ple: Path | None = None, dtype: torch.dtyp
 def holds_table(path: Path) -> bool:
     """Whether the checkpoint holds its n-gram table itself."""
     return any(classify(name) is Group.NGRAM for name in Checkpoint.open(path).tensors)
-
-
-def unpacked_bytes(checkpoint: Checkpoint, item: int) -> int:
-    """Bytes of all packed matrices once unpacked to `item` bytes a weight."""
-    total = 0
-    for info in checkpoint.tensors.values():
-        zeros = checkpoint.tensors.get(info.name.removesuffix(".qweight") + ".qzeros")
-        if info.name.endswith(".qweight") and zeros is not None:
-            bits = zeros.shape[1] * WORD // info.shape[1]
-            total += info.numel * WORD // bits * item
-    return total

@@ -12,7 +12,11 @@ from transformers import GenerationConfig
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import get_response_template
 
+from q38.base.memory import available_memory
+from q38.base.units import format_bytes
+from q38.checkpoint.index import Checkpoint
 from q38.hf.load import load_model, load_tokenizer
+from q38.hf.unpack import unpacked_bytes
 
 _REASONING = "<think>"
 
@@ -51,7 +55,20 @@ class ServedModel(ModelManager):  # type: ignore[misc]
         return tokenizer
 
     def _load_model(self, model_id_and_revision: str, **_options: Any) -> Any:
-        model = load_model(self.path, ple=self.ple, dtype=torch.bfloat16, device="cpu")
+        model = load_model(self.path, ple=self.ple, dtype=compute_dtype(self.path), device="cpu")
         if (self.path / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(self.path)
         return model
+
+
+def compute_dtype(path: Path) -> torch.dtype:
+    """What a CPU computes in: bf16, or float32 where it has no bf16 units and the model is packed and small.
+
+    float32 unpacks the matrices; small is what then fits in a quarter of the memory that is free.
+    """
+    units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    unpacked = unpacked_bytes(Checkpoint.open(path), torch.float32.itemsize)
+    if units or not 0 < unpacked <= available_memory() // 4:
+        return torch.bfloat16
+    print(f"weights unpacked to float32, {format_bytes(unpacked)}: this CPU has no bf16 units", flush=True)
+    return torch.float32

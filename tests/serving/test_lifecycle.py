@@ -206,6 +206,11 @@ def test_the_log_keeps_what_earlier_servers_wrote(start: Start) -> None:
 # The real command with the real engine.
 
 
+def heed_ctrl_c() -> None:
+    """A shell starts its background jobs, pytest among them, with SIGINT ignored; a child would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Foreground:
     """`q38 serve` as a shell starts it."""
 
@@ -228,6 +233,7 @@ class Foreground:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "Q38_STATE_DIR": str(state)},
+            preexec_fn=heed_ctrl_c,
         )
 
     def server_pid(self) -> int:
