@@ -1,7 +1,7 @@
 # ruff: noqa: B023, T201  (a script; every call runs within its iteration)
 """Correctness and speed of the decode kernels at real size, several geometries in one process.
 
-    python benchmarks/kernels_decode.py OUT [--layers 24] [--sections check,device,host,mps]
+    python benchmarks/kernels_decode.py OUT [--layers 24] [--sections check,device,host,counts]
 
 Prints a table of microseconds per layer; OUT/decode.json holds all figures.
 """
@@ -132,6 +132,32 @@ def host(
             )
 
 
+def host_counts(layout: ExpertLayout, tables: list[torch.Tensor]) -> None:
+    """The same number of host rows in every layer, words through registers and by cp.async."""
+    pinned = random_rows(layout, 640, pinned=True)
+    addresses, generator = row_addresses(pinned), torch.Generator().manual_seed(1)
+    ways = {
+        name: MoeDecode(layout, TOP_K, configs={1: DecodeConfig(batch=1, registers=way)}, backend="cuda")
+        for name, way in (("registers", True), ("cp.async", False))
+    }
+    for m, count in ((1, 0), (1, 1), (1, 2), (1, 4), (1, 10), (4, 6), (16, 22)):
+        x = torch.randn(m, HIDDEN, device="cuda").bfloat16()
+        out, layers = torch.empty_like(x), []
+        for i, table in enumerate(tables):
+            ids, weights = uniform_routing(m, EXPERTS, TOP_K, seed=i)
+            used, mixed = ids.unique().cpu().long(), table.cpu().clone()
+            picked = used[torch.randperm(len(used), generator=generator)[:count]]
+            mixed[picked] = addresses[torch.randperm(640, generator=generator)[:count]]
+            layers.append((mixed.cuda(), ids, weights))
+        link = count * layout.row_bytes / LIMITS["link_GBs"] * 1e-3
+        us = {
+            name: graph_time([lambda layer=layer: moe(x, *layer, out) for layer in layers], replays=5) * 1e6
+            for name, moe in ways.items()
+        }
+        RESULTS.append({"m": m, "host_rows": count, "link_us": link, **us})
+        log(f"M={m}, {count} host rows: link alone {link:.1f} us,", {k: round(v, 1) for k, v in us.items()})
+
+
 def configs() -> list[tuple[str, DecodeConfig | None]]:
     named: list[tuple[str, DecodeConfig | None]] = []
     for numbers in ARGS.geometry:  # tiles13, tiles2, ctas13, ctas2, depth13, depth2, batch
@@ -174,6 +200,8 @@ if __name__ == "__main__":
         device(layout, tables, configs())
     if "host" in sections:
         host(layout, tables, [c for c in configs() if c[1] is not None][:2])
+    if "counts" in sections:
+        host_counts(layout, tables)
     (ARGS.out / f"decode-{torch.cuda.get_device_properties(0).multi_processor_count}.json").write_text(
         json.dumps({"limits": LIMITS, "results": RESULTS}, indent=1)
     )

@@ -2,6 +2,7 @@
 
     python benchmarks/residency_policies.py [--resident 184] [--link 51GB] [--tokens 2496]
     python benchmarks/residency_policies.py --lengths      # what a longer profile is worth on tokens it has not seen
+    python benchmarks/residency_policies.py --smoothing    # what a short profile gains by a long one of another workload
 
 Sizes come from the model's config.json; traces are seeded, so the same command prints the same table.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +20,10 @@ import numpy as np
 from q38.base.units import parse_bytes
 from q38.model.shape import ModelShape
 from q38.residency.layout import ExpertLayout
-from q38.residency.placement import coverage, equal_placement
-from q38.residency.profile import Profile
+from q38.residency.placement import coverage, equal_placement, marginal_placement
+from q38.residency.profile import Profile, merge
 from q38.residency.simulate import Settings, simulate
+from q38.residency.smoothing import smoothed_rates
 from q38.residency.synthetic import synthetic_trace
 from q38.residency.trace import Trace
 
@@ -43,6 +46,35 @@ def coverage_by_length(sizes: dict[str, int], resident: int, tokens: int) -> Non
     out.write(f"| (the {longest:,} next tokens themselves) | {best:.3f} | |\n")
 
 
+def smoothing_of_merged_profiles(sizes: dict[str, int], resident: int, tokens: int) -> None:
+    """Coverage on unseen tokens of a workload, and of it and another in equal parts, by ways to use both profiles."""
+    out = sys.stdout
+    out.write(
+        "| experts that differ | tokens | alone | merged by tokens | smoothed, 1 : 0 | merged 1 : 1 | smoothed 1 : 1 |\n"
+        "|---|---|---|---|---|---|---|\n"
+    )
+    known, next_known = synthetic_trace(3 * tokens, **sizes, topic=0).split(2 * tokens)
+    other = Profile.of_trace(known)
+    slots = resident * sizes["layers"]
+    for shift in (0.0, 0.2, 0.5):
+        seen, unseen = synthetic_trace(2 * tokens, **sizes, topic=1, shift=shift).split(tokens)
+        tested = Profile.of_trace(unseen)
+        both = merge([tested, Profile.of_trace(next_known)])
+        for length in (512, tokens // 2, tokens):
+            own = Profile.of_trace(seen.split(length)[0])
+            pair = [own, other]
+
+            def smoothed(weights: list[float], pair: list[Profile] = pair) -> Profile:
+                return replace(merge(pair, weights), rate=smoothed_rates(pair, weights))
+
+            cases = (
+                (own, tested), (merge(pair), tested), (smoothed([1, 0]), tested), (merge(pair, [1, 1]), both),
+                (smoothed([1, 1]), both),
+            )  # fmt: skip
+            found = [coverage(marginal_placement(p, slots), on).selections for p, on in cases]
+            out.write(f"| {shift:.0%} | {length:,} | " + " | ".join(f"{v:.4f}" for v in found) + " |\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -52,6 +84,7 @@ def main() -> None:
     parser.add_argument("--link", default="51GB")
     parser.add_argument("--tokens", type=int, default=2496)
     parser.add_argument("--lengths", action="store_true")
+    parser.add_argument("--smoothing", action="store_true")
     arguments = parser.parse_args()
     shape = ModelShape.from_config(json.loads(arguments.config.read_text()))
     settings = Settings(
@@ -60,6 +93,9 @@ def main() -> None:
     sizes = {"layers": shape.num_layers, "experts": shape.num_experts, "top_k": shape.num_experts_per_tok}
     if arguments.lengths:
         coverage_by_length(sizes, arguments.resident, arguments.tokens)
+        return
+    if arguments.smoothing:
+        smoothing_of_merged_profiles(sizes, arguments.resident, arguments.tokens)
         return
     n = arguments.tokens // 2
 

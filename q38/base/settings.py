@@ -20,6 +20,7 @@ class Settings:
     threads: CPU threads for tensor work, 0 = all cores this process may use (Q38_THREADS).
     api_key: key that the HTTP client sends to a server (Q38_API_KEY; never OPENAI_API_KEY, which belongs to another service).
     state_dir: PID files and logs of servers (Q38_STATE_DIR, then XDG_STATE_HOME/q38, then ~/.local/state/q38).
+    cache_dir: compiled kernels, safe to delete (Q38_CACHE_DIR, then XDG_CACHE_HOME/q38, then ~/.cache/q38).
     sglang: options of q38's SGLang extension as JSON, set by `q38 serve` (Q38_SGLANG); empty leaves it inert.
     """
 
@@ -27,6 +28,7 @@ class Settings:
     threads: int = 0
     api_key: str = "none"
     state_dir: Path = Path("~/.local/state/q38")
+    cache_dir: Path = Path("~/.cache/q38")
     sglang: str = ""
 
 
@@ -35,11 +37,13 @@ def load() -> Settings:
     env = os.environ
     threads = env.get("Q38_THREADS", "0")
     state_home = Path(env.get("XDG_STATE_HOME") or "~/.local/state")
+    cache_home = Path(env.get("XDG_CACHE_HOME") or "~/.cache")
     return Settings(
         debug=env.get("Q38_DEBUG", "") not in ("", "0"),
         threads=int(threads) if threads.isdigit() else 0,
         api_key=env.get("Q38_API_KEY") or "none",
         state_dir=Path(env.get("Q38_STATE_DIR") or state_home / "q38").expanduser(),
+        cache_dir=Path(env.get("Q38_CACHE_DIR") or cache_home / "q38").expanduser(),
         sglang=env.get(SGLANG, ""),
     )
 

@@ -55,6 +55,12 @@ def build_placement(
             show_default=False,
         ),
     ] = None,
+    smoothing: Annotated[
+        bool,
+        typer.Option(
+            help="Draw the counts of each of several --from files toward those of the others, as far as they agree."
+        ),
+    ] = True,
     server: Annotated[
         str | None,
         typer.Option(
@@ -99,7 +105,14 @@ def build_placement(
             ) from None
         if recorded:
             result = import_placement(
-                model, out, recorded, weights=shares, sizes=sizes, fresh=fresh, dry_run=dry_run
+                model,
+                out,
+                recorded,
+                weights=shares,
+                smoothing=smoothing,
+                sizes=sizes,
+                fresh=fresh,
+                dry_run=dry_run,
             )
         elif server:
             result = record_server(

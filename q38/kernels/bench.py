@@ -103,8 +103,6 @@ def _decode(w: Workload, limits: dict[str, float], tuned: Tuned | None, rest: An
     pinned = random_rows(layout, 640, pinned=True)
     host_rows = row_addresses(pinned)
     generator = torch.Generator().manual_seed(1)
-    groups = layout.intermediate // 128
-    host_config = {1: DecodeConfig(depth2=groups, registers=True)}
     for tokens in DECODE_TOKENS:
         entry = tuned.find("decode", w.moe_shape, tokens) if tuned else None
         configs = {tokens: DecodeConfig(**entry.config)} if entry else None
@@ -123,7 +121,7 @@ def _decode(w: Workload, limits: dict[str, float], tuned: Tuned | None, rest: An
         yield line(f"device rows, hot, {best.backend}", s, hot, limits["copy"])
         if tokens > 4:
             continue  # the link is the limit by far: two token counts show it
-        moe = MoeDecode(layout, w.top_k, configs=host_config)
+        moe = MoeDecode(layout, w.top_k, host_rows=True)
         for part in (share, 1.0):
             tables, count = [], 0
             for table, used in zip(bench.tables, distinct, strict=True):

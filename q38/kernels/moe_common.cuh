@@ -1,5 +1,5 @@
-// What the CUDA kernels share: loads, conversions, the matrix instruction, dependent launch, and activations
-// packed for it. Defines from the host: SCALE_BF16, ACT_BF16.
+// What the CUDA kernels share: loads, conversions, the fp16 matrix instruction, dependent launch, and activations
+// packed for it (decode packs its own: moe_digits.cuh). Defines from the host: SCALE_BF16, ACT_BF16.
 //
 // Packed activations. Word row kw of a token is 8 half2: pair i holds inputs 16 kw + i and 16 kw + 8 + i,
 // times 4^-(i mod 4), times a power of two per token that puts the token's maximum just below 2^15. Both
@@ -130,12 +130,6 @@ __device__ __forceinline__ float4 load_activations(const u16* x, int group, int 
   return make_float4(half_to_float((u16)a), half_to_float((u16)(a >> 16)), half_to_float((u16)b),
                      half_to_float((u16)(b >> 16)));
 #endif
-}
-
-__device__ __forceinline__ float4 load_activations(const float* x, int group, int lane) {
-  const float* p = x + group * 128 + (lane >> 2) * 16 + (lane & 3) * 2;
-  const float2 a = *(const float2*)p, b = *(const float2*)(p + 8);
-  return make_float4(a.x, a.y, b.x, b.y);
 }
 
 __device__ __forceinline__ u32 max_magnitude(float4 v) {

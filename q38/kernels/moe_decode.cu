@@ -1,15 +1,13 @@
 // Decode MoE over merged 2-bit expert rows: gate_up (SiLU and product in its epilogue) and down
 // (routed weights and the top-k sum). Host side, contract and reference: moe_decode.py.
 //
-// Arithmetic. A word holds 16 codes of one column. (w & 0x00030003 << 2i) is a pair of fp16
-// subnormals, 4^i q 2^-24 exactly, so one AND prepares two weights for mma.m16n8k16; the packed
-// activations (moe_common.cuh) carry 4^-i. The zero point enters as the accumulator's start, -2 sum(x)
-// of the group; scales multiply the fp32 accumulators.
+// Arithmetic. A word holds 16 codes of one column; (w & 0x03030303 << 2i) is four of them, 4^i q each, so one
+// AND prepares four weights for the INT8 matrix instruction. Activations are two signed 8-bit digits
+// (moe_digits.cuh). The zero point enters as the accumulator's start; scales multiply the integer sums of a group.
 //
-// Fragment order. The 16 rows of A are output columns, the 8 columns of B are tokens (every second one
-// used, so that a lane owns one token), and both sides permute k alike: lane (g, t) = (lane / 4, lane % 4)
-// loads 16 bytes, columns 4g..4g+3 of word row 4j + t, and the four k-steps of mma take the code pairs
-// (0,1), (2,3), (4,5), (6,7) of that word.
+// Fragment order. The 16 rows of A are output columns, the 8 columns of B are the high and low digits of 4 tokens,
+// and both sides permute k alike: lane (g, t) = (lane / 4, lane % 4) loads 16 bytes, columns 4g..4g+3 of word
+// row 4j + t, and the two k-steps take codes 0, 1 and 2, 3 of every byte of that word. A lane's sums are of token t.
 //
 // Pipeline. Each warp copies its own words into its own stages of shared memory (cp.async) some groups
 // ahead; no other warp reads them, so a warp barrier is enough. A copy instruction takes 4 word rows of
@@ -18,13 +16,14 @@
 // warps of a block meet in shared memory, those of two tiles at a time in gate_up and of all tiles in down;
 // one warp, another for each tile, adds them in a fixed order.
 //
-// With REGISTERS (one tile a block) the words go through registers instead: on an H200 plain loads from
-// pinned host memory reach the link rate, cp.async two thirds of it.
+// With REGISTERS (one tile a block) the words go through registers instead: on an H200 plain loads bring rows from
+// pinned host memory a fifth faster than cp.async.
 //
 // Defines from the host: HIDDEN, INTER, TOP_K, TILES13, TILES2, DEPTH13, DEPTH2, REGISTERS, SCALE_BF16,
 // ACT_BF16, W2_OFFSET, S13_OFFSET, S2_OFFSET, MIN_CTAS13, MIN_CTAS2.
 
 #include "moe_common.cuh"
+#include "moe_digits.cuh"
 
 #define KW13 (HIDDEN / 16)
 #define KW2 (INTER / 16)
@@ -39,40 +38,9 @@
 #define TOKEN_STRIDE(kw) ((kw) * 8 + 4)  // u32 per token; the 16-byte skew spreads tokens over banks
 #define STAGE13 2176                     // bytes of one group of one warp: 4 x 512 words, 2 x 64 scales
 #define STAGE2 1088
-#define ZERO_POINT (-0x1p-23f)           // -2, in units of the subnormal codes
 
 // Byte of the 16 bytes (word row r of 4, piece p of 8) within a copied block of 512.
 __device__ __forceinline__ u32 swizzle(int r, int p) { return r * 128 + (p ^ (2 * r)) * 16; }
-
-// One 16-byte load of words against one word row of activations: 2 tiles of 16 columns, 4 k-steps,
-// added to `from0` and `from1` (the group's start, or acc itself).
-__device__ __forceinline__ void multiply_words(float (&acc)[2][4], uint4 w, uint4 x0, uint4 x1, const float* from0,
-                                               const float* from1) {
-  const u32 m0 = MASK, m1 = MASK << 2, m2 = MASK << 4, m3 = MASK << 6;
-  mma(acc[0], w.x & m0, w.y & m0, w.x & m1, w.y & m1, x0.x, x0.y, from0);
-  mma(acc[1], w.z & m0, w.w & m0, w.z & m1, w.w & m1, x0.x, x0.y, from1);
-  mma(acc[0], w.x & m2, w.y & m2, w.x & m3, w.y & m3, x0.z, x0.w, acc[0]);
-  mma(acc[1], w.z & m2, w.w & m2, w.z & m3, w.w & m3, x0.z, x0.w, acc[1]);
-  const u32 p = w.x >> 8, q = w.y >> 8, r = w.z >> 8, s = w.w >> 8;
-  mma(acc[0], p & m0, q & m0, p & m1, q & m1, x1.x, x1.y, acc[0]);
-  mma(acc[1], r & m0, s & m0, r & m1, s & m1, x1.x, x1.y, acc[1]);
-  mma(acc[0], p & m2, q & m2, p & m3, q & m3, x1.z, x1.w, acc[0]);
-  mma(acc[1], r & m2, s & m2, r & m3, s & m3, x1.z, x1.w, acc[1]);
-}
-
-// out += scale * acc for the lane's token and its four columns (two tiles, rows g and g + 8).
-__device__ __forceinline__ void add_scaled(float4& out, const float (&acc)[2][4], uint2 s) {
-  out.x += scale_low(s.x) * acc[0][0];
-  out.y += scale_high(s.x) * acc[0][2];
-  out.z += scale_low(s.y) * acc[1][0];
-  out.w += scale_high(s.y) * acc[1][2];
-}
-
-__device__ __forceinline__ float sum_warp(float v) {
-#pragma unroll
-  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
-  return v;
-}
 
 // h[slot] = silu(x W_gate) * (x W_up), fp32 [slots, INTER]. Grid (INTER / 32 / TILES13, slots).
 // The first slot of an expert computes all slots that chose it, so a shared row is read once.
@@ -81,11 +49,9 @@ gate_up(const u16* __restrict__ x, const u64* __restrict__ table, const int* __r
         float* __restrict__ h, int slots, int token_room) {
   extern __shared__ uint4 shared[];
   __shared__ int slot_list[SCANS * 32];
-  __shared__ int slot_count;
-  __shared__ u32 group_max[MAX_TOKENS * G13];
-  __shared__ float start[G13][MAX_TOKENS];
-  __shared__ u32 exponents[MAX_TOKENS];
-  u32* packed = (u32*)((char*)shared + WARPS13 * DEPTH13 * STAGE13);     // [tokens][KW13][8] half2
+  __shared__ Start start[G13][MAX_TOKENS];
+  __shared__ float back[G13][MAX_TOKENS];
+  u32* packed = (u32*)((char*)shared + WARPS13 * DEPTH13 * STAGE13);     // [tokens][KW13][2 digits][4]
   float* partial = (float*)(packed + token_room * TOKEN_STRIDE(KW13));  // [2][warps][tokens][gate 32, up 32]
 
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -98,7 +64,7 @@ gate_up(const u16* __restrict__ x, const u64* __restrict__ table, const int* __r
   float4 own[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i)
-    if (LIVE13(i)) own[i] = load_activations(x + slot / TOP_K * HIDDEN, warp + i * WARPS13, lane);
+    if (LIVE13(i)) own[i] = load_spread(x + slot / TOP_K * HIDDEN, warp + i * WARPS13, lane);
   int other[SCANS];
 #pragma unroll
   for (int i = 0; i < SCANS; ++i) other[i] = i * 32 + lane < slots ? ids[i * 32 + lane] : -1;
@@ -112,8 +78,9 @@ gate_up(const u16* __restrict__ x, const u64* __restrict__ table, const int* __r
   const u32 ring = shared_address(shared) + warp * (DEPTH13 * STAGE13);
   const u32 copy_to = ring + swizzle(lane >> 3, lane & 7);
 
+  int count = 1;
   if (slots > TOP_K) {  // several tokens: find who else chose this expert
-    int count = 0;
+    count = 0;
 #pragma unroll
     for (int i = 0; i < SCANS; ++i) {
       const bool same = other[i] == expert;
@@ -122,9 +89,7 @@ gate_up(const u16* __restrict__ x, const u64* __restrict__ table, const int* __r
       if (warp == 0 && same) slot_list[count + __popc(mask & ((1u << lane) - 1))] = i * 32 + lane;
       count += __popc(mask);
     }
-    if (threadIdx.x == 0) slot_count = count;
   } else if (threadIdx.x == 0) {
-    slot_count = 1;
     slot_list[0] = slot;
   }
 
@@ -169,48 +134,28 @@ gate_up(const u16* __restrict__ x, const u64* __restrict__ table, const int* __r
       }
 #endif
   };
+  // A warp packs the groups that it multiplies, so no other warp waits for it.
+  auto pack = [&](int n, int i, float4 v) {
+    const int group = warp + i * WARPS13;
+    float unit;
+    const Start zero = pack_digits(packed + n * TOKEN_STRIDE(KW13) + group * 64, v, lane, unit);
+    if (lane == 0) start[group][n] = zero, back[group][n] = unit;
+  };
   begin();
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    if (LIVE13(i)) {
-      const u32 m = __reduce_max_sync(0xffffffffu, max_magnitude(own[i]));
-      if (lane == 0) group_max[warp + i * WARPS13] = m;
-    }
-  __syncthreads();
-  const int count = slot_count;
+  if (count > 1) __syncthreads();  // slot_list
 
   for (int first = 0; first < count; first += token_room) {
-    const int tokens = min(count - first, token_room), held = first ? 0 : 1;  // tokens already in registers
+    const int tokens = min(count - first, token_room);
     if (first) begin();  // more tokens than fit one pass: read the row again, from L2
-    if (tokens > held) {
-      for (int p = warp + held * G13; p < tokens * G13; p += WARPS13) {
-        const int token = slot_list[first + p / G13] / TOP_K;
-        const u32 m = __reduce_max_sync(0xffffffffu, max_magnitude(load_activations(x + token * HIDDEN, p % G13, lane)));
-        if (lane == 0) group_max[p] = m;
-      }
-      __syncthreads();
-    }
-    auto pack = [&](int n, int group, float4 v) {
-      u32 m = 0;
-      for (int i = lane; i < G13; i += 32) m = max(m, group_max[n * G13 + i]);
-      const u32 exponent = scale_exponent(__reduce_max_sync(0xffffffffu, m));
-      const float sum = sum_warp(pack_group(packed + n * TOKEN_STRIDE(KW13), v, __uint_as_float(exponent << 23), group, lane));
-      if (lane == 0) {
-        start[group][n] = sum * ZERO_POINT;
-        if (group == 0) exponents[n] = exponent;
-      }
-    };
-    if (held) {
+    for (int n = 0; n < tokens; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        if (LIVE13(i)) pack(0, warp + i * WARPS13, own[i]);
-    }
-    for (int p = warp + held * G13; p < tokens * G13; p += WARPS13)
-      pack(p / G13, p % G13, load_activations(x + slot_list[first + p / G13] / TOP_K * HIDDEN, p % G13, lane));
-    __syncthreads();
+        if (LIVE13(i))
+          pack(n, i, first + n ? load_spread(x + slot_list[first + n] / TOP_K * HIDDEN, warp + i * WARPS13, lane) : own[i]);
+    __syncwarp();
     settle();
 
-    const u32 mine = shared_address(packed + min(g >> 1, tokens - 1) * TOKEN_STRIDE(KW13) + (warp * GROUP_WORDS + t) * 8);
+    const u32 mine = shared_address(packed + min(g >> 1, tokens - 1) * TOKEN_STRIDE(KW13) + (warp * GROUP_WORDS + t) * 8 + (g & 1) * 4);
     const u32 read_from = ring + swizzle(t, g);
     int next_stage = 0;
 #pragma unroll 1
@@ -223,20 +168,20 @@ gate_up(const u16* __restrict__ x, const u64* __restrict__ table, const int* __r
         __syncwarp();
         if (LIVE13(i)) {
           const u32 from = read_from + stage * STAGE13, scale = ring + stage * STAGE13 + 2048 + g * 8;
-          const float zero = start[warp + i * WARPS13][min(t, tokens - 1)];
-          const float from_zero[4] = {zero, zero, zero, zero};
-          float acc[2][2][4];
+          const int group = warp + i * WARPS13, token = min(t, tokens - 1);
+          const Start zero = start[group][token];
+          const int from_zero[4] = {zero.high, zero.low, zero.high, zero.low};
+          int acc[2][2][4];
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            const u32 at = mine + (i * WARPS13 * GROUP_WORDS + 4 * j) * 32;
-            const uint4 x0 = read16(at), x1 = read16(at + 16);
+            const uint4 digits = read16(mine + (i * WARPS13 * GROUP_WORDS + 4 * j) * 32);
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-              multiply_words(acc[half], read16(from + half * 1024 + j * 512), x0, x1, j ? acc[half][0] : from_zero,
+              multiply_words(acc[half], read16(from + half * 1024 + j * 512), digits, j ? acc[half][0] : from_zero,
                              j ? acc[half][1] : from_zero);
           }
-          add_scaled(out[0], acc[0], read8(scale));
-          add_scaled(out[1], acc[1], read8(scale + 64));
+          add_scaled(out[0], acc[0], read8(scale), back[group][token]);
+          add_scaled(out[1], acc[1], read8(scale + 64), back[group][token]);
         }
         __syncwarp();
         request(tile + (i + DEPTH13) / 2, (i + DEPTH13) % 2, stage);
@@ -261,9 +206,6 @@ gate_up(const u16* __restrict__ x, const u64* __restrict__ table, const int* __r
             gate += from[(k * token_room + n) * 64 + lane];
             up += from[(k * token_room + n) * 64 + 32 + lane];
           }
-          const float back = __uint_as_float((254u - exponents[n]) << 23);
-          gate = gate * 0x1p24f * back;
-          up = up * 0x1p24f * back;
           h[slot_list[first + n] * INTER + (blockIdx.x * TILES13 + add) * 32 + lane] = gate / (1.f + __expf(-gate)) * up;
         }
       }
@@ -315,30 +257,19 @@ down(const float* __restrict__ h, const u64* __restrict__ table, const int* __re
 #pragma unroll
   for (int step = 0; step < DEPTH2; ++step) request(step / G2, step % G2, step);
 #endif
-  float factor = expert < 0 ? 0.f : weights[slot];
-  float zero[G2] = {};
+  const float factor = expert < 0 ? 0.f : weights[slot];
+  Start zero[G2] = {};
+  float back[G2] = {};
 
   wait_for_previous_grid();
   let_next_grid_start();
 
   if (expert >= 0) {
     float4 v[G2];
-    u32 m = 0;
 #pragma unroll
-    for (int gi = 0; gi < G2; ++gi) v[gi] = load_activations(h + (long long)slot * INTER, gi, lane);
+    for (int gi = 0; gi < G2; ++gi) v[gi] = load_spread(h + (long long)slot * INTER, gi, lane);
 #pragma unroll
-    for (int gi = 0; gi < G2; ++gi) m = max(m, max_magnitude(v[gi]));
-    const u32 exponent = scale_exponent(__reduce_max_sync(0xffffffffu, m));
-    const float scale = __uint_as_float(exponent << 23);
-#pragma unroll
-    for (int gi = 0; gi < G2; ++gi) zero[gi] = pack_group(packed[warp], v[gi], scale, gi, lane);
-#pragma unroll
-    for (int o = 16; o; o >>= 1)
-#pragma unroll
-      for (int gi = 0; gi < G2; ++gi) zero[gi] += __shfl_xor_sync(0xffffffffu, zero[gi], o);
-#pragma unroll
-    for (int gi = 0; gi < G2; ++gi) zero[gi] *= ZERO_POINT;
-    factor = factor * 0x1p24f * __uint_as_float((254u - exponent) << 23);
+    for (int gi = 0; gi < G2; ++gi) zero[gi] = pack_digits(packed[warp] + gi * 64, v[gi], lane, back[gi]);
   }
 #if REGISTERS
 #pragma unroll
@@ -349,7 +280,7 @@ down(const float* __restrict__ h, const u64* __restrict__ table, const int* __re
   }
 #endif
 
-  const u32 mine = shared_address(packed[warp]) + t * 32, read_from = ring + swizzle(t, g);
+  const u32 mine = shared_address(packed[warp]) + t * 32 + (g & 1) * 16, read_from = ring + swizzle(t, g);
   int next_stage = 0;
 #pragma unroll 1
   for (int tile = 0; tile < TILES2; ++tile) {
@@ -360,13 +291,13 @@ down(const float* __restrict__ h, const u64* __restrict__ table, const int* __re
       wait_copies<DEPTH2 - 1>();
       __syncwarp();
       const u32 from = read_from + stage * STAGE2;
-      const float from_zero[4] = {zero[gi], zero[gi], zero[gi], zero[gi]};
-      float acc[2][4];
+      const int from_zero[4] = {zero[gi].high, zero[gi].low, zero[gi].high, zero[gi].low};
+      int acc[2][4];
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        multiply_words(acc, read16(from + j * 512), read16(mine + (2 * gi + j) * 128), read16(mine + (2 * gi + j) * 128 + 16),
-                       j ? acc[0] : from_zero, j ? acc[1] : from_zero);
-      add_scaled(sum, acc, read8(ring + stage * STAGE2 + 1024 + g * 8));
+        multiply_words(acc, read16(from + j * 512), read16(mine + (2 * gi + j) * 128), j ? acc[0] : from_zero,
+                       j ? acc[1] : from_zero);
+      add_scaled(sum, acc, read8(ring + stage * STAGE2 + 1024 + g * 8), back[gi]);
       __syncwarp();
       request(tile + (gi + DEPTH2) / G2, (gi + DEPTH2) % G2, stage);
       next_stage = next_stage + 1 == DEPTH2 ? 0 : next_stage + 1;

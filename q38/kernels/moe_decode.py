@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,7 @@ MAX_TOKENS = 16
 SOURCE = Path(__file__).with_name("moe_decode.cu")
 STAGE13, STAGE2 = 2176, 1088  # bytes of one group of one warp, words and scales, as in the source
 COLUMNS = 32  # output columns of one warp
+SMALLEST_SHARED = 96 * 1024  # dynamic shared memory that a block can have on any card since Ampere
 Backend = Literal["auto", "cuda", "triton"]
 
 
@@ -52,13 +53,22 @@ class DecodeConfig:
     dependent: bool = True
 
 
-def default_config(layout: RowLayout, tokens: int) -> DecodeConfig:
-    """A geometry that suits any card: more tiles a block as more tokens make more blocks."""
+def default_config(layout: RowLayout, tokens: int, *, host_rows: bool = False) -> DecodeConfig:
+    """A geometry that suits any card: more tiles a block as more tokens make more blocks.
+
+    With host_rows the link is what a layer waits for, whatever the token count: registers feed it best, and as many
+    tokens as fit share one reading of a row.
+    """
+    groups = max(1, layout.intermediate // 128)
+    if host_rows:
+        config = DecodeConfig(depth2=groups, batch=1, registers=True)
+        fits = [n for n in range(1, min(tokens, 4) + 1) if _shared13(layout, config, n) <= SMALLEST_SHARED]
+        return replace(config, batch=max(fits, default=1))
     wanted = 1 if tokens <= 2 else 2 if tokens <= 8 else 5
     return DecodeConfig(
         tiles13=_divisor(layout.intermediate // COLUMNS, wanted),
         tiles2=_divisor(layout.hidden // COLUMNS, wanted),
-        depth2=min(5, max(1, layout.intermediate // 128)),
+        depth2=min(5, groups),
         batch=1 if tokens == 1 else 2,
     )
 
@@ -79,6 +89,7 @@ class MoeDecode:
         scale_dtype: float16 or bfloat16, of the scales in the rows.
         configs: launch geometry of the CUDA backend by token count; a count that is not there takes the
             nearest one. Absent: default_config.
+        host_rows: some rows are in host memory; chooses the default geometry, not what can be read.
         backend: "auto" takes CUDA where it can run this shape.
         device: where activations live.
 
@@ -95,6 +106,7 @@ class MoeDecode:
         dtype: torch.dtype = torch.bfloat16,
         scale_dtype: torch.dtype = torch.float16,
         configs: Mapping[int, DecodeConfig] | None = None,
+        host_rows: bool = False,
         backend: Backend = "auto",
         device: torch.device | str = "cuda",
     ) -> None:
@@ -109,7 +121,7 @@ class MoeDecode:
                 )
         self.layout, self.top_k, self.dtype, self.scale_dtype = layout, top_k, dtype, scale_dtype
         self.device = torch.device(device)
-        self.configs = dict(configs or {})
+        self.configs, self.host_rows = dict(configs or {}), host_rows
         self.backend = self._choose(backend)
         self.hidden_state = torch.empty(
             MAX_TOKENS * top_k, layout.intermediate, dtype=torch.float32, device=self.device
@@ -177,16 +189,19 @@ class MoeDecode:
         """The compiled pair for a token count."""
         if tokens not in self._launches:
             nearest = min(self.configs, key=lambda t: (abs(math.log(t / tokens)), t), default=None)
-            config = default_config(self.layout, tokens) if nearest is None else self.configs[nearest]
+            config = self._default(tokens) if nearest is None else self.configs[nearest]
             self._launches[tokens] = DecodeLaunch(
                 self.layout, self.top_k, config, self.dtype, self.scale_dtype, self.device
             )
         return self._launches[tokens]
 
+    def _default(self, tokens: int) -> DecodeConfig:
+        return default_config(self.layout, tokens, host_rows=self.host_rows)
+
     def _choose(self, backend: Backend) -> str:
         if backend == "triton":
             return "triton"
-        configs = list(self.configs.values()) or [default_config(self.layout, t) for t in (1, 4, MAX_TOKENS)]
+        configs = list(self.configs.values()) or [self._default(t) for t in (1, 4, MAX_TOKENS)]
         missing = next((m for c in configs if (m := unsupported(self.layout, self.top_k, c))), None)
         if missing is None and self.device.type != "cuda":
             missing = "no CUDA device"
@@ -214,9 +229,9 @@ class DecodeLaunch:
         self._gate_up, self._down = nvrtc.load_kernels(
             SOURCE, defines(layout, top_k, config, dtype, scale_dtype), ("gate_up", "down")
         )
-        self._warps = -(-layout.hidden // 256)
+        self._warps = _warps13(layout)
         self._shared2 = top_k * config.depth2 * STAGE2
-        self._gate_up.allow_shared(self._shared13(config.batch))
+        self._gate_up.allow_shared(_shared13(layout, config, config.batch))
         self._down.allow_shared(self._shared2)
         self._dependent = config.dependent and torch.cuda.get_device_capability(device)[0] >= 9
 
@@ -235,7 +250,7 @@ class DecodeLaunch:
             32 * self._warps,
             (x, table, ids, hidden_state, slots, room),
             stream=torch.cuda.current_stream(self.device).cuda_stream,
-            shared_bytes=self._shared13(room),
+            shared_bytes=_shared13(self.layout, self.config, room),
             dependent=self._dependent,
         )
 
@@ -257,12 +272,16 @@ class DecodeLaunch:
             dependent=self._dependent,
         )
 
-    def _shared13(self, tokens: int) -> int:
-        """Dynamic shared memory of gate_up: word stages, packed activations and two sets of partial sums."""
-        packed = (self.layout.hidden // 16 * 8 + 4) * 4
-        return self._warps * self.config.depth13 * STAGE13 + tokens * (
-            packed + 2 * self._warps * 2 * COLUMNS * 4
-        )
+
+def _warps13(layout: RowLayout) -> int:
+    return -(-layout.hidden // 256)
+
+
+def _shared13(layout: RowLayout, config: DecodeConfig, tokens: int) -> int:
+    """Dynamic shared memory of gate_up: word stages, packed activations and two sets of partial sums."""
+    packed = (layout.hidden // 16 * 8 + 4) * 4
+    warps = _warps13(layout)
+    return warps * config.depth13 * STAGE13 + tokens * (packed + 2 * warps * 2 * COLUMNS * 4)
 
 
 def defines(

@@ -23,6 +23,7 @@
 #define GROUP_COLUMNS (GATED ? 64 : 128)          // output columns of a warpgroup
 #define TILE_COLUMNS (WARPGROUPS * GROUP_COLUMNS)
 #define STEPS (TILES * GROUPS)
+#define EVEN (OUTPUTS % (TILES * TILE_COLUMNS) == 0)  // every warpgroup has columns at every step
 #define THREADS (WARPGROUPS * 128)
 #define AHEAD (STAGES - 2)                       // steps that copies run ahead
 #define TOKEN_STAGE (BLOCK_TOKENS * 256)          // two tiles of 64 inputs, 128 bytes a token, swizzled
@@ -150,7 +151,7 @@ __device__ __forceinline__ void multiply_block(const Block& block) {
   const u32 scales_to = block.words_at + 2 * GROUP_WORDS * WORD_ROW + thread * 16;
   int word_step = 0, word_group = 0, word_column = block.column;
   auto request_words = [&] {
-    if (word_step < STEPS && word_column < OUTPUTS) {
+    if (word_step < STEPS && (EVEN || word_column < OUTPUTS)) {
       const u32 stage = word_step % STAGES * (WARPGROUPS * WORD_STAGE);
       copy16(words_to + stage, words);
       copy16(words_to + stage + GROUP_WORDS * WORD_ROW, words + SECOND);
@@ -215,7 +216,7 @@ __device__ __forceinline__ void multiply_block(const Block& block) {
     // Into the stage of two steps ago, whose products ended before the last k-step of the step before began.
     request_words();
     request_tokens();
-    if (column >= OUTPUTS) continue;  // a warpgroup without columns only helps with the tokens
+    if (!EVEN && column >= OUTPUTS) continue;  // a warpgroup without columns only helps with the tokens
     const u32 stage = step % STAGES * (WARPGROUPS * WORD_STAGE);
     const u32 tokens = tokens_from + step % STAGES * (TOKEN_STAGE / 16);
     uint2 w[2][2];

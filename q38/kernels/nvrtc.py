@@ -1,6 +1,7 @@
 """Compile CUDA C++ at run time and launch it: NVRTC and the driver through cuda-python.
 
 cuda-python and NVRTC come with every CUDA build of torch, so no compiler needs to be installed.
+Machine code is kept in the cache directory (q38.base.settings), since a compilation takes seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from q38.base import settings
 from q38.base.errors import ResourceError
+from q38.kernels.compile_cache import cache_key, cached
 
 _TYPES = {int: ctypes.c_int, float: ctypes.c_float}
 
@@ -120,10 +123,26 @@ def _load(
     major, minor = torch.cuda.get_device_capability(device)
     arch = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")  # wgmma needs sm_90a
     driver = _driver()
-    module = check(driver.cuModuleLoadData(compile_cubin(file, dict(defines), arch)), file.name)
+    module = check(driver.cuModuleLoadData(cached_cubin(file, dict(defines), arch)), file.name)
     return tuple(
         Kernel(check(driver.cuModuleGetFunction(module, name.encode()), name), name) for name in names
     )
+
+
+def cached_cubin(file: Path, defines: Mapping[str, int], arch: str) -> bytes:
+    """compile_cubin, or what an earlier process compiled from the same texts by the same compiler.
+
+    Raises:
+        RuntimeError: the compiler's messages.
+    """
+    from cuda.bindings import nvrtc
+
+    texts = [part for header in _headers(file) for part in (header.name.encode(), header.read_bytes())]
+    version = ".".join(map(str, check(nvrtc.nvrtcVersion(), "nvrtcVersion")))
+    key = cache_key(
+        [f"nvrtc {version}".encode(), file.name.encode(), file.read_bytes(), *texts, *_options(defines, arch)]
+    )
+    return cached(settings.load().cache_dir / "kernels", key, lambda: compile_cubin(file, defines, arch))
 
 
 def compile_cubin(file: Path, defines: Mapping[str, int], arch: str) -> bytes:
@@ -134,14 +153,13 @@ def compile_cubin(file: Path, defines: Mapping[str, int], arch: str) -> bytes:
     """
     from cuda.bindings import nvrtc
 
-    headers = sorted(file.parent.glob("*.cuh"))
+    headers = _headers(file)
     texts, names = [h.read_bytes() for h in headers], [h.name.encode() for h in headers]
     program = check(
         nvrtc.nvrtcCreateProgram(file.read_bytes(), file.name.encode(), len(headers), texts, names), file.name
     )
-    options = [f"--gpu-architecture={arch}", "--std=c++17"]
-    options += [f"-D{name}={value}" for name, value in defines.items()]
-    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+    options = _options(defines, arch)
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = bytearray(check(nvrtc.nvrtcGetProgramLogSize(program), file.name))
         nvrtc.nvrtcGetProgramLog(program, log)
@@ -150,6 +168,15 @@ def compile_cubin(file: Path, defines: Mapping[str, int], arch: str) -> bytes:
     check(nvrtc.nvrtcGetCUBIN(program, cubin), file.name)
     nvrtc.nvrtcDestroyProgram(program)
     return bytes(cubin)
+
+
+def _headers(file: Path) -> list[Path]:
+    return sorted(file.parent.glob("*.cuh"))
+
+
+def _options(defines: Mapping[str, int], arch: str) -> list[bytes]:
+    options = [f"--gpu-architecture={arch}", "--std=c++17"]
+    return [o.encode() for o in (*options, *(f"-D{name}={value}" for name, value in sorted(defines.items())))]
 
 
 def check(answer: tuple[Any, ...], what: str) -> Any:

@@ -293,8 +293,11 @@ def candidates(kernel: str, workload: Workload, shape: dict[str, int], tokens: i
             else ((1, 1), (1, 2), (2, 2))
         )
         found = [default_config(layout, tokens)]
-        for (t13, t2), (ctas, depth2) in itertools.product(tiles, ((2, groups), (3, 3))):
-            found.append(DecodeConfig(t13, t2, ctas, ctas, 2, max(1, min(depth2, groups)), batch))
+        # The last needs least shared memory, for cards with 100 KB a multiprocessor.
+        for (t13, t2), (ctas, depth13, depth2) in itertools.product(
+            tiles, ((2, 2, groups), (3, 2, 3), (3, 1, 3))
+        ):
+            found.append(DecodeConfig(t13, t2, ctas, ctas, depth13, max(1, min(depth2, groups)), batch))
         found.append(DecodeConfig(1, 1, 2, 2, 2, groups, batch, registers=True))
         return [c for c in dict.fromkeys(found) if unsupported(layout, workload.top_k, c) is None]
     if kernel == "prefill":

@@ -36,6 +36,7 @@ def import_placement(
     files: Sequence[Path],
     *,
     weights: Sequence[float] | None = None,
+    smoothing: bool = True,
     sizes: Sequence[int] | None = None,
     fresh: bool = False,
     dry_run: bool = False,
@@ -45,6 +46,7 @@ def import_placement(
     Args:
         model: whose config.json the files must agree with.
         weights: share of each file's workload; default by tokens.
+        smoothing: draw the counts of each of several files toward the others' (q38.residency.smoothing).
         dry_run: read and check the files, write nothing, and return what `plan_placement` would.
 
     Returns:
@@ -58,16 +60,17 @@ def import_placement(
         model,
         files=digest([_content(file) for file in files]),
         weights=",".join(map(str, weights)) if weights else "by tokens",
+        **({"smoothing": "toward the other files"} if smoothing and len(files) > 1 else {}),
     )
     found = model_sizes(model)
     up_to_date = is_up_to_date(out, metadata, fresh=fresh, halves=False)
     if dry_run:
-        imported = import_files(files, found, weights=weights).whole
+        imported = import_files(files, found, weights=weights, smoothing=smoothing).whole
         require_tokens(imported.tokens, where="--from")
         return _plan(out, found, imported.tokens, metadata, up_to_date=up_to_date)
     if not up_to_date:
         require_writable(out)
-        _write(import_files(files, found, weights=weights), metadata, out)
+        _write(import_files(files, found, weights=weights, smoothing=smoothing), metadata, out)
     return report(out, model, sizes, up_to_date=up_to_date)
 
 

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from q38.base.errors import InputError
 from q38.checkpoint.header import read_header
 from q38.residency.profile import Profile, load, load_halves, merge
+from q38.residency.smoothing import smoothed_rates
 from q38.residency.trace import IDS, Trace, read_trace
 
 DUMPS = "routing_*.pt"
@@ -45,22 +46,31 @@ class Imported:
     halves: tuple[Profile, Profile] | None
 
 
-def import_files(files: Sequence[Path], sizes: Sizes, *, weights: Sequence[float] | None = None) -> Imported:
+def import_files(
+    files: Sequence[Path], sizes: Sizes, *, weights: Sequence[float] | None = None, smoothing: bool = False
+) -> Imported:
     """Read and merge routing files.
 
     Args:
         weights: the share of each file's workload; default by its tokens.
+        smoothing: draw each file's counts toward the others' (q38.residency.smoothing). A smoothed profile that is
+            read counts with its plain counts.
 
     Raises:
         InputError: a file is none of the above, is of another model, or is damaged; or bad weights.
     """
     parts = [_import_file(file, sizes) for file in files]
-    whole = merge([part.whole for part in parts], weights)
+
+    def merged(profiles: list[Profile]) -> Profile:
+        whole = merge(profiles, weights)
+        smooth = smoothing and len(profiles) > 1
+        return replace(whole, rate=smoothed_rates(profiles, weights)) if smooth else whole
+
+    whole = merged([part.whole for part in parts])
     pairs = [part.halves for part in parts if part.halves]
     if len(pairs) < len(parts):
         return Imported(whole, None)
-    first, second = (merge([pair[i] for pair in pairs], weights) for i in (0, 1))
-    return Imported(whole, (first, second))
+    return Imported(whole, (merged([pair[0] for pair in pairs]), merged([pair[1] for pair in pairs])))
 
 
 def of_trace(trace: Trace) -> Imported:

@@ -1,6 +1,6 @@
 """Which experts of each layer live in device memory, and how much routing they cover.
 
-Experts are ranked by selection count; gate mass breaks ties, then the lower index. How many a layer
+Experts are ranked by selection count, or by smoothed rate where a profile has one; gate mass breaks ties, then the lower index. How many a layer
 keeps is either the same for all (S each), or follows the marginal gain: each slot of a total budget
 goes to the expert that the trace selects most often, whatever its layer. Every layer selects the same
 number of experts per token, so counts compare across layers, and no other choice of as many experts
@@ -35,7 +35,11 @@ class Coverage:
 
 
 def heat(profile: Profile) -> npt.NDArray[np.float64]:
-    """float64 [L, E] that orders experts by selections, then by gate mass."""
+    """float64 [L, E] that orders experts by selections (the smoothed ones of a smoothed profile), then by gate mass."""
+    if profile.rate is not None:
+        # Far below the difference of two rates, except where counts and prior are the same.
+        mass = profile.mass / max(float(profile.mass.max(initial=0)), 1e-300)
+        return np.asarray(profile.rate * profile.tokens + 1e-6 * mass, dtype=np.float64)
     # A selection has a gate weight of at most 1, so the second term stays below 1 and only breaks ties.
     ties = profile.mass / (float(profile.count.max(initial=0)) + 1)
     return np.asarray(profile.count + ties, dtype=np.float64)

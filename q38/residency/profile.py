@@ -3,7 +3,7 @@
 File: safetensors with count int64 [L, E] and mass float32 [L, E]; the metadata says of which model, on
 which text, by which versions. Same input, same bytes. A file made by q38 build-placement also holds
 the two halves of its trace (half_count and half_mass [2, L, E]), so that the profile can be tested on
-tokens it was not built from.
+tokens it was not built from. A smoothed profile holds its rates too (rate, half_rate float32).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _OWN = ("format", "schema", "tokens", "half_tokens")  # metadata that is a field
 _REMAKE = "make it again with q38 build-placement"
 Counts = npt.NDArray[np.int64]
 Masses = npt.NDArray[np.float64]
+Rates = npt.NDArray[np.float64]
 _ROUTER = re.compile(r"(?:^|\.)layers\.(?P<n>\d+)\.mlp\.gate$")
 
 
@@ -39,12 +40,14 @@ class Profile:
     count: int64 [L, E] selections.
     mass: float64 [L, E] sum of the gate weights of the selections.
     metadata: what the file says of its origin.
+    rate: float64 [L, E] smoothed selections per token (q38.residency.smoothing), which then order the experts.
     """
 
     count: Counts
     mass: Masses
     tokens: int
     metadata: Mapping[str, str] = field(default_factory=dict)
+    rate: Rates | None = None
 
     @classmethod
     def of_trace(cls, trace: Trace) -> Profile:
@@ -109,22 +112,32 @@ def merge(profiles: Sequence[Profile], weights: Sequence[float] | None = None) -
     Raises:
         InputError: profiles of models of different shape, or weights that are no shares.
     """
-    if not profiles or any(p.count.shape != profiles[0].count.shape for p in profiles):
-        raise InputError(
-            "profiles of models of different shape cannot be merged", remedy="give profiles of one model"
-        )
+    shares = workload_shares(profiles, weights)
     total = sum(p.tokens for p in profiles)
-    shares = [p.tokens / total for p in profiles] if weights is None else list(weights)
-    if len(shares) != len(profiles) or not all(s >= 0 for s in shares) or not sum(shares) > 0:
-        raise InputError(
-            f"{shares} are no shares of {len(profiles)} profiles", remedy="give one positive number each"
-        )
-    factors = [share / sum(shares) * total / p.tokens for share, p in zip(shares, profiles, strict=True)]
+    factors = [share * total / p.tokens for share, p in zip(shares, profiles, strict=True)]
     count = sum(
         (f * p.count for f, p in zip(factors, profiles, strict=True)), np.zeros(profiles[0].count.shape)
     )
     mass = sum((f * p.mass for f, p in zip(factors, profiles, strict=True)), np.zeros(profiles[0].mass.shape))
     return Profile(np.rint(count).astype(np.int64), mass, total)
+
+
+def workload_shares(profiles: Sequence[Profile], weights: Sequence[float] | None) -> list[float]:
+    """The share of each workload, summing to one: `weights`, default by tokens.
+
+    Raises:
+        InputError: profiles of models of different shape, or weights that are no shares.
+    """
+    if not profiles or any(p.count.shape != profiles[0].count.shape for p in profiles):
+        raise InputError(
+            "profiles of models of different shape cannot be merged", remedy="give profiles of one model"
+        )
+    found = [float(p.tokens) for p in profiles] if weights is None else list(weights)
+    if len(found) != len(profiles) or not all(s >= 0 for s in found) or not sum(found) > 0:
+        raise InputError(
+            f"{found} are no shares of {len(profiles)} profiles", remedy="give one positive number each"
+        )
+    return [s / sum(found) for s in found]
 
 
 def save(profile: Profile, file: Path, *, halves: tuple[Profile, Profile] | None = None) -> FileRecord:
@@ -138,8 +151,13 @@ def save(profile: Profile, file: Path, *, halves: tuple[Profile, Profile] | None
 
     require_tokens(profile.tokens, where=file)
     arrays: dict[str, npt.NDArray[Any]] = {"count": profile.count, "mass": profile.mass.astype(np.float32)}
+    if profile.rate is not None:
+        arrays["rate"] = profile.rate.astype(np.float32)
     metadata = {"format": "pt", "schema": SCHEMA, "tokens": str(profile.tokens), **profile.metadata}
     if halves:
+        rates = [half.rate for half in halves if half.rate is not None]
+        if len(rates) == 2:
+            arrays["half_rate"] = np.stack(rates).astype(np.float32)
         arrays["half_count"] = np.stack([half.count for half in halves])
         arrays["half_mass"] = np.stack([half.mass for half in halves]).astype(np.float32)
         metadata["half_tokens"] = ",".join(str(half.tokens) for half in halves)
@@ -158,7 +176,7 @@ def load(file: Path) -> Profile:
     count, mass = _pair(header, "count", "mass", dimensions=2)
     tokens = _number(header, "tokens")
     require_tokens(tokens, where=file)
-    return Profile(count, mass, tokens, metadata)
+    return Profile(count, mass, tokens, metadata, _rates(header, "rate", count.shape))
 
 
 def load_halves(file: Path) -> tuple[Profile, Profile] | None:
@@ -175,7 +193,10 @@ def load_halves(file: Path) -> tuple[Profile, Profile] | None:
     tokens = [int(n) for n in header.metadata.get("half_tokens", "").split(",") if n.isdigit()]
     if len(count) != 2 or len(tokens) != 2:
         raise InputError("holds no two halves", where=file, remedy=_REMAKE)
-    first, second = (Profile(c, m, t) for c, m, t in zip(count, mass, tokens, strict=True))
+    rates = _rates(header, "half_rate", count.shape)
+    first, second = (
+        Profile(count[i], mass[i], tokens[i], rate=None if rates is None else rates[i]) for i in range(2)
+    )
     return first, second
 
 
@@ -221,3 +242,16 @@ def _pair(header: Header, count: str, mass: str, *, dimensions: int) -> tuple[Co
     if (counts < 0).any() or not np.isfinite(masses).all() or (masses < 0).any():
         raise InputError("counts or masses are negative or not finite", where=header.file, remedy=_REMAKE)
     return counts, masses.astype(np.float64)
+
+
+def _rates(header: Header, name: str, shape: tuple[int, ...]) -> Rates | None:
+    """The tensor of smoothed rates, None where the file has none."""
+    info = header.tensors.get(name)
+    if info is None:
+        return None
+    if info.dtype != "F32" or info.shape != shape:
+        raise InputError(f"{name} is not F32 of the counts' shape", where=header.file, remedy=_REMAKE)
+    rates = np.fromfile(header.file, np.float32, count=info.numel, offset=info.begin).reshape(shape)
+    if not np.isfinite(rates).all() or (rates < 0).any():
+        raise InputError(f"{name} is negative or not finite", where=header.file, remedy=_REMAKE)
+    return rates.astype(np.float64)

@@ -121,10 +121,11 @@ def plan_reads(checkpoint: Checkpoint, layout: ExpertLayout, *, unit: int = 8 * 
     shape = ModelShape.from_config(checkpoint.config, where=str(checkpoint.path / "config.json"))
     rows = _find(checkpoint, shape)
     scale_dtype = rows[0]["gate_proj", "scales"].dtype
+    shapes = {(proj, kind): expected_shape(proj, kind, layout) for proj, kind in _PARTS}
     for tensors in rows:
         for (proj, kind), info in tensors.items():
-            _check(info, proj, kind, layout, scale_dtype)
-    order = sorted(range(len(rows)), key=lambda row: _place(min(rows[row].values(), key=_place)))
+            _check(info, kind, shapes[proj, kind], scale_dtype)
+    order = sorted(range(len(rows)), key=lambda row: min(map(_place, rows[row].values())))
     groups: list[list[int]] = []
     group: list[int] = []
     size = 0
@@ -141,14 +142,20 @@ def plan_reads(checkpoint: Checkpoint, layout: ExpertLayout, *, unit: int = 8 * 
 
 def _find(checkpoint: Checkpoint, shape: ModelShape) -> list[Tensors]:
     """The nine tensors of each row, by row number."""
-    rows: list[Tensors] = [{} for _ in range(shape.num_layers * shape.num_experts)]
-    for info in checkpoint.tensors.values():
-        match = EXPERT.match(info.name)
-        if match is None or info.name.startswith("mtp.") or not match["suffix"]:
+    layers, experts = shape.num_layers, shape.num_experts
+    rows: list[Tensors] = [{} for _ in range(layers * experts)]
+    parts = set(_PARTS)
+    found: dict[str, Tensors | None] = {}  # by an expert's prefix: its nine names are taken apart once
+    for name, info in checkpoint.tensors.items():
+        prefix, *part = name.rsplit(".", 2)
+        if (key := tuple(part)) not in parts:
             continue
-        layer, expert, kind = int(match["n"]), int(match["expert"]), match["suffix"][1:]
-        if kind in KINDS and layer < shape.num_layers and expert < shape.num_experts:
-            rows[layer * shape.num_experts + expert][match["proj"], kind] = info
+        if prefix not in found:
+            match = None if name.startswith("mtp.") else EXPERT.match(name)
+            layer, expert = (int(match["n"]), int(match["expert"])) if match else (layers, experts)
+            found[prefix] = rows[layer * experts + expert] if layer < layers and expert < experts else None
+        if (tensors := found[prefix]) is not None:
+            tensors[key] = info
     missing = [(row, part) for row, tensors in enumerate(rows) for part in _PARTS if part not in tensors]
     if missing:
         row, (proj, kind) = missing[0]
@@ -172,8 +179,7 @@ def expected_shape(proj: str, kind: str, layout: ExpertLayout) -> tuple[int, int
     return inputs // layout.group, outputs if kind == "scales" else outputs // layout.codes_per_word
 
 
-def _check(info: TensorInfo, proj: str, kind: str, layout: ExpertLayout, scale_dtype: str) -> None:
-    shape = expected_shape(proj, kind, layout)
+def _check(info: TensorInfo, kind: str, shape: tuple[int, int], scale_dtype: str) -> None:
     if kind == "scales":
         good = info.dtype == scale_dtype and info.dtype in SCALE_DTYPES
     else:

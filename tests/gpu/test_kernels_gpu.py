@@ -84,6 +84,18 @@ def test_decode_holds_over_the_range_of_bfloat16(layer, scale) -> None:
     assert reference.relative_error(out.float(), exact(layer, x, ids, weights)) < 5e-3 or scale < 1e-20
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_input_that_is_not_finite_spoils_its_own_token_alone(layer, value) -> None:
+    ids, weights = uniform_routing(3, 12, TOP_K)  # experts shared by the tokens
+    x = torch.randn(3, HIDDEN, device="cuda").bfloat16()
+    moe = MoeDecode(layer[0], TOP_K, backend="cuda")
+    clean = moe(x, layer[2], ids, weights)
+    x[1, 77] = value
+    out = moe(x, layer[2], ids, weights)
+    assert out[1].isnan().all()
+    assert torch.equal(out[[0, 2]], clean[[0, 2]])
+
+
 def test_other_shapes_take_the_cuda_backend_too() -> None:
     for hidden, inter, top_k, dtype in (
         (384, 384, 3, torch.bfloat16),

@@ -125,7 +125,9 @@ def test_the_default_geometry_suits_any_shape_that_the_cuda_kernels_take() -> No
     for hidden, inter in ((2560, 640), (2048, 768), (256, 128), (4096, 1024), (384, 384)):
         layout = ExpertLayout(hidden, inter)
         for tokens in range(1, 17):
-            assert unsupported(layout, 8, default_config(layout, tokens)) is None
+            for host_rows in (False, True):
+                config = default_config(layout, tokens, host_rows=host_rows)
+                assert unsupported(layout, 8, config) is None and config.registers == host_rows
 
 
 @pytest.mark.parametrize(
