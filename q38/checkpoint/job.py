@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import q38
 from q38.base.errors import InputError
@@ -43,6 +43,9 @@ class Job:
             another identity (the first difference is named), or another process is writing it.
     """
 
+    manifest = MANIFEST  # the file whose presence means that the job is finished
+    schema = SCHEMA
+
     def __init__(self, out: Path, step: str, identity: Mapping[str, Any], *, fresh: bool = False) -> None:
         self.out = out
         self.step = step
@@ -54,7 +57,7 @@ class Job:
         self._lock: Any = None
         self._started = time.time()
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> Self:
         with writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
         if not self._fresh and (manifest := self._finished()) is not None:
@@ -63,7 +66,7 @@ class Job:
             self.up_to_date = True
             shutil.rmtree(self.state, ignore_errors=True)  # a kill between manifest and clean-up leaves it
             return self
-        if not self.state.exists() and not (self.out / MANIFEST).exists() and any(self.out.iterdir()):
+        if not self.state.exists() and not (self.out / self.manifest).exists() and any(self.out.iterdir()):
             raise InputError(
                 "holds files that q38 did not write", where=self.out, remedy="choose a new or empty directory"
             )
@@ -83,7 +86,7 @@ class Job:
             self._compare(read_json(job_file))
             self._replay()
         else:
-            write_json(job_file, {"schema": SCHEMA, "step": self.step, "identity": self.identity})
+            write_json(job_file, {"schema": self.schema, "step": self.step, "identity": self.identity})
         self._remove_temporaries()
         return self
 
@@ -112,7 +115,7 @@ class Job:
     def finish(self, result: Any = None) -> dict[str, Any]:
         """Write MANIFEST.json and remove the job's state. Returns the manifest."""
         manifest = {
-            "schema": SCHEMA,
+            "schema": self.schema,
             "step": self.step,
             "q38": q38.__version__,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -121,17 +124,17 @@ class Job:
             "files": dict(sorted(self.files.items())),
             "result": result,
         }
-        write_json(self.out / MANIFEST, manifest)
+        write_json(self.out / self.manifest, manifest)
         shutil.rmtree(self.state)
         return manifest
 
     def _finished(self) -> dict[str, Any] | None:
         """The manifest of an earlier complete run whose files are all still there."""
-        path = self.out / MANIFEST
+        path = self.out / self.manifest
         if not path.exists():
             return None
         manifest = read_json(path)
-        if manifest.get("schema") != SCHEMA:
+        if manifest.get("schema") != self.schema:
             raise InputError(
                 "was not written by this version of q38", where=path, remedy="choose another output directory"
             )
@@ -194,9 +197,9 @@ class Job:
 
     def _clear(self) -> None:
         names: set[str] = set()
-        if (self.out / MANIFEST).exists():
-            names |= set(read_json(self.out / MANIFEST).get("files", {}))
-            (self.out / MANIFEST).unlink()
+        if (self.out / self.manifest).exists():
+            names |= set(read_json(self.out / self.manifest).get("files", {}))
+            (self.out / self.manifest).unlink()
         with suppress(InputError):  # a damaged journal is one reason to start over
             names |= {name for line in self._read_journal() for name in line["files"]}
         for name in names:

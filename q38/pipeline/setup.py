@@ -30,10 +30,14 @@ class Setup:
 
     def portable(self, text: str | Path) -> str:
         """An argument with the directory of the run, or of the source, replaced by a fixed word."""
-        for root, word in ((self.work.root, "WORKDIR"), (self.source, "SOURCE")):
-            if root is not None and (str(text) == str(root) or str(text).startswith(f"{root}/")):
-                return word + str(text)[len(str(root)) :]
-        return str(text)
+        text, root, source = str(text), str(self.work.root), str(self.source)
+        if text.startswith(
+            f"{root}/"
+        ):  # never alone: `--workdir tiny` must not change the word in `synth tiny`
+            return "WORKDIR" + text.removeprefix(root)
+        if self.source is not None and (text == source or text.startswith(f"{source}/")):
+            return "SOURCE" + text.removeprefix(source)
+        return text
 
 
 def prepare(recipe: str | Path, workdir: Path, source: Path | None = None) -> Setup:

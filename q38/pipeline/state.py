@@ -16,11 +16,13 @@ from typing import Any
 
 import q38
 from q38.base.errors import InputError
+from q38.base.packages import installed_packages
 from q38.checkpoint.index import read_json
 from q38.checkpoint.job import discard, first_difference, package_versions
 from q38.checkpoint.writer import write_json, writing
 from q38.pipeline.fingerprint import fingerprint
 from q38.pipeline.steps import Step, Workdir
+from q38.serving.machine import probe
 
 SCHEMA = "q38.run/1"
 
@@ -51,13 +53,18 @@ class RunState:
     created: str
     versions: dict[str, str]
     peak_memory: int = 0
+    machine: dict[str, Any] = field(default_factory=dict)  # where the run began
+    packages: dict[str, str] = field(default_factory=dict)  # every installed one, when it began
     steps: dict[str, Record] = field(default_factory=dict)
     discarding: list[str] = field(default_factory=list)  # outputs of dropped steps still to be removed
 
     @classmethod
     def begin(cls, recipe: dict[str, Any], source: dict[str, str]) -> RunState:
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return cls(recipe, source, created, {"q38": q38.__version__, **package_versions()})
+        versions = {"q38": q38.__version__, **package_versions()}
+        return cls(
+            recipe, source, created, versions, machine=probe().to_record(), packages=installed_packages()
+        )
 
     @classmethod
     def load(cls, work: Workdir) -> RunState | None:

@@ -1,1 +1,1 @@
-"""Seal, check and describe a finished model."""
+"""Seal, check, compare and describe a finished model."""

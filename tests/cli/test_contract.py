@@ -14,7 +14,7 @@ from tests.cli.conftest import Result
 Cli = Callable[..., Result]
 VERBS = [
     "run", "doctor", "synth", "inspect", "plan", "split-ple", "quantize", "requant-int8", "tune-triton", "build-placement",
-    "patch-sglang", "serve", "verify", "bench", "oracle",
+    "patch-sglang", "serve", "verify", "bench", "oracle", "release",
 ]  # fmt: skip
 
 
@@ -52,7 +52,17 @@ def test_every_command_has_json_and_debug(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["synth tiny", "split-ple", "quantize", "requant-int8", "build-placement", "oracle save", "run"]
+    "path",
+    [
+        "synth tiny",
+        "split-ple",
+        "quantize",
+        "requant-int8",
+        "build-placement",
+        "oracle save",
+        "release build",
+        "run",
+    ],
 )
 def test_a_command_that_makes_a_result_has_a_dry_run_and_can_start_over(path: str) -> None:
     assert options(path) >= {"--dry-run", "--fresh"}
@@ -103,6 +113,10 @@ def missing(tmp: Path) -> dict[str, list[object]]:
         "verify": [no],
         "oracle save": [no, "-o", out / "o.json"],
         "oracle check": [no, no / "o.json"],
+        "release build": [no, "-o", out],
+        "release check": [no],
+        "release diff": [no, no],
+        "release card": [no],
         "serve": [no],
         "run": ["tiny", "--workdir", out, "--source", no],
     }

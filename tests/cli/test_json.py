@@ -21,7 +21,7 @@ def _tree(*roots: Path) -> dict[Path, tuple[int, int]]:
 
 DRY = [
     "synth tiny", "synth sparse", "split-ple", "quantize", "requant-int8", "build-placement", "oracle save", "run", "serve", "bench serve",
-    "tune-triton",
+    "tune-triton", "release build",
 ]  # fmt: skip
 
 
@@ -48,6 +48,7 @@ def test_a_dry_run_writes_nothing_and_its_json_parses(
         "serve": [tiny_quantized, "--ple", tiny_ple, "--port", "0"],
         "bench serve": ["--contexts", "32", "-o", out],
         "tune-triton": [tiny_source, "-o", out],
+        "release build": [tiny_quantized, "--ple", tiny_ple, "-o", out],
     }
     monkeypatch.chdir(tmp_path)
     before = _tree(tmp_path, tiny_source, tiny_ple, tiny_quantized)

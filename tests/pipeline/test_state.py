@@ -178,6 +178,8 @@ def test_a_path_means_the_same_wherever_the_run_lies(tmp_path: Path) -> None:
     assert setup.portable(tmp_path / "run" / "ple") == "WORKDIR/ple"
     assert setup.portable(source) == "SOURCE"
     assert setup.portable(f"{tmp_path}/runner") == f"{tmp_path}/runner"
+    named_as_an_argument = prepare("tiny", Path("tiny"))
+    assert [named_as_an_argument.portable(word) for word in ("tiny", "tiny/ple")] == ["tiny", "WORKDIR/ple"]
 
 
 def test_a_recipe_without_a_source_asks_for_one(tmp_path: Path) -> None:
