@@ -142,7 +142,7 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(f"`{a}`" for a in arguments)
     if origin is dict:
         return f"{_type_name(arguments[0])}: {_type_name(arguments[1])}"
-    if origin is list:
+    if origin in (list, tuple):
         return f"list of {_type_name(arguments[0])}"
     if isinstance(annotation, types.UnionType) or origin is typing.Union:
         return " | ".join(_type_name(a) for a in arguments)

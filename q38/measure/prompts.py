@@ -9,17 +9,21 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
+from q38.base.errors import InputError
 from q38.data import data_path
 
-_TASK = "Continue the text above in the same manner, at length."
+# Two questions about one text: the second one meets a server that has read the text before.
+CONTINUE = "Continue the text above in the same manner, at length."
+RETELL = "Tell the text above again in other words, at length."
 
 
 @dataclass(frozen=True)
 class PromptText:
-    """The shipped passages, and the sha256 over their files in name order."""
+    """Passages, and the sha256 over their files in name order."""
 
     passages: tuple[str, ...]
     sha256: str
@@ -36,6 +40,7 @@ class PromptText:
         count: Callable[[str], float],
         nonce: str,
         seed: int,
+        task: str = CONTINUE,
         passages: Sequence[str] | None = None,
     ) -> str:
         """A prompt of about `tokens` tokens: nonce, passages in an order that `seed` decides, task.
@@ -45,12 +50,13 @@ class PromptText:
 
         Args:
             count: estimates the tokens of a text.
+            task: the question at the end. With another one, all before it stays the same.
             passages: choose among these instead of all.
         """
         order = random.Random(seed)
         passages = self.passages if passages is None else passages
-        frame = [f"[{nonce}]", _TASK]
-        room = tokens - count("\n\n".join(frame))
+        frame = [f"[{nonce}]", task]
+        room = tokens - count(f"[{nonce}]\n\n{CONTINUE}")
         parts: list[str] = []
         while room > 0:
             for passage in order.sample(passages, len(passages)):
@@ -70,14 +76,14 @@ class TokenEstimate:
     byte of Thai.
     """
 
-    samples: list[tuple[str, int]] = field(default_factory=list)
+    samples: list[tuple[tuple[int, int, int], int]] = field(default_factory=list)
     weights: tuple[float, float, float] = (10.0, 0.3, 0.4)  # typical of byte-level BPE with a chat template
 
     def learn(self, text: str, tokens: int) -> None:
         """Take one exact count and fit again, by least squares of the relative error."""
-        self.samples.append((text, tokens))
+        self.samples.append((_features(text), tokens))
         counts = np.array([n for _, n in self.samples], dtype=np.float64)
-        features = np.array([_features(t) for t, _ in self.samples], dtype=np.float64)  # [samples, 3]
+        features = np.array([f for f, _ in self.samples], dtype=np.float64)  # [samples, 3]
         # A weak pull towards the previous weights settles what few samples leave open.
         pull = np.diag(1e-3 / np.maximum(self.weights, 1e-6))
         left = np.vstack([features / counts[:, None], pull])
@@ -91,14 +97,25 @@ class TokenEstimate:
         return sum(w * f for w, f in zip(self.weights, _features(text), strict=True))
 
 
-def load_prompt_text() -> PromptText:
-    """Read the shipped passages; a blank line separates two of them."""
+def load_prompt_text(file: Path | None = None) -> PromptText:
+    """Read the shipped passages, or those of a text file; a blank line separates two of them.
+
+    Raises:
+        InputError: the file cannot be read, is not UTF-8, or holds no text.
+    """
+    files = sorted(data_path("assets", "prompts").glob("*.txt")) if file is None else [file]
     digest = hashlib.sha256()
     passages: list[str] = []
-    for file in sorted(data_path("assets", "prompts").glob("*.txt")):
-        content = file.read_bytes()
-        digest.update(file.name.encode() + b"\0" + content)
-        passages += content.decode("utf-8").strip().split("\n\n")
+    for name in files:
+        try:
+            content = name.read_bytes()
+            text = content.decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot be read ({error})", where=name, remedy="give a UTF-8 text") from None
+        digest.update(name.name.encode() + b"\0" + content)
+        passages += [p for p in text.strip().split("\n\n") if p.strip()]
+    if not passages:
+        raise InputError("holds no text", where=files[0], remedy="give a UTF-8 text")
     return PromptText(tuple(passages), digest.hexdigest())
 
 

@@ -1,13 +1,9 @@
-"""Standard errors and confidence intervals for what q38 measures.
-
-Tokens of one sequence are correlated, so an error over tokens clusters by sequence. Speeds are
-compared as a ratio of medians, with a bootstrap interval.
-"""
+"""Standard errors of what q38 measures. Tokens of one sequence are correlated, so an error over tokens clusters by
+sequence. Speeds: `q38.measure.ratios`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,38 +74,3 @@ def perplexity(nll: Estimate) -> Estimate:
     value = math.exp(nll.value) if nll.value < 700 else math.inf  # exp overflows a double above 709
     error = None if nll.standard_error is None else value * nll.standard_error
     return Estimate(value, error, nll.count, nll.clusters)
-
-
-def ratio_of_medians(
-    numerator: Sequence[float],
-    denominator: Sequence[float],
-    *,
-    confidence: float = 0.95,
-    resamples: int = 4000,
-    seed: int = 0,
-) -> Interval:
-    """median(numerator) / median(denominator) of two independent samples, with a percentile bootstrap interval.
-
-    Both samples are resampled with replacement (Efron and Tibshirani, An Introduction to the
-    Bootstrap, chapter 13). Deterministic by seed.
-
-    Raises:
-        ValueError: an empty sample, a denominator that is not positive, or a confidence outside (0, 1).
-    """
-    top, bottom = np.asarray(numerator, dtype=np.float64), np.asarray(denominator, dtype=np.float64)
-    if top.size == 0 or bottom.size == 0 or not (bottom > 0).all() or not 0 < confidence < 1:
-        raise ValueError(
-            "two non-empty samples, a positive denominator and a confidence in (0, 1) are needed"
-        )
-    random = np.random.default_rng(seed)
-    draws = _resampled_medians(top, resamples, random) / _resampled_medians(bottom, resamples, random)
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(draws, [tail, 1 - tail])
-    value = float(np.median(top) / np.median(bottom))
-    return Interval(value, min(float(low), value), max(float(high), value), confidence)
-
-
-def _resampled_medians(sample: Floats, resamples: int, random: np.random.Generator) -> Floats:
-    picks = random.integers(0, sample.size, size=(resamples, sample.size))
-    medians: Floats = np.median(sample[picks], axis=1)  # [resamples]
-    return medians

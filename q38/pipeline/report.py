@@ -13,10 +13,13 @@ import yaml
 
 import q38
 from q38.base import settings
-from q38.base.units import format_bytes, format_seconds
 from q38.checkpoint.index import read_json
 from q38.checkpoint.job import MANIFEST
 from q38.checkpoint.writer import atomic_file, write_json
+from q38.measure.bench.plots import bench_plots
+from q38.measure.bench.report import CAPTIONS
+from q38.measure.bench.tables import cell_table, notes
+from q38.measure.page import PAGE, render_page
 from q38.model.names import Group
 from q38.model.shape import ModelShape
 from q38.pipeline.inventory import group_sizes
@@ -83,18 +86,8 @@ def collect(setup: Setup, state: RunState) -> dict[str, Any]:
 
 def render(document: dict[str, Any], mass: Any = None) -> str:
     """The page. `mass` float [layers, experts] is the routing of the placement profile, None without one."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters.update(bytes=format_bytes, seconds=format_seconds, number=_number)
-    return environment.get_template(_TEMPLATE).render(
-        **document, **_views(document), plots=_plots(document, mass)
+    return render_page(
+        Path(__file__).with_name(_TEMPLATE), plots=_plots(document, mass), **document, **_views(document)
     )
 
 
@@ -109,7 +102,8 @@ def _views(document: dict[str, Any]) -> dict[str, Any]:
     """What the page shows that the document holds in another form."""
     quality = part(document["verify"], "quality") or {"checks": [], "floor": {}}
     checks = {check["name"]: check for check in quality["checks"]}
-    cells = (document["bench"] or {}).get("contexts", [])
+    bench = document["bench"]
+    cells = bench["cells"] if bench else []
     return {
         "measures": {
             "kl": checks.get("kl divergence"),
@@ -117,24 +111,14 @@ def _views(document: dict[str, Any]) -> dict[str, Any]:
             "decode": cells[0]["decode_tokens_per_s"] if cells else None,
         },
         "floors": {k: abs(v["value"]) for k, v in quality.get("floor", {}).items() if isinstance(v, dict)},
-        "bench_table": [
-            {
-                "prompt tokens": f"{cell['prompt_tokens']:.0f}",
-                "time to first token": f"{cell['first_token_s']:.3f} s",
-                "prefill tokens/s": _number(cell["prefill_tokens_per_s"]),
-                "decode tokens/s": _number(cell["decode_tokens_per_s"]),
-                "between tokens": f"{_number(cell['inter_token_ms']['median'], 3)} ms",
-                "95th percentile": f"{_number(cell['inter_token_ms']['p95'], 3)} ms",
-            }
-            for cell in cells
-        ],
+        "bench_table": cell_table(bench) if bench else None,
+        "bench_notes": notes(bench) if bench else [],
+        "bench_captions": CAPTIONS,
         "recipe_text": yaml.safe_dump(document["recipe"], sort_keys=False, allow_unicode=True),
     }
 
 
 def _plots(document: dict[str, Any], mass: Any) -> dict[str, Any]:
-    from markupsafe import Markup
-
     from q38.pipeline import plots
 
     drawn: dict[str, str] = {}
@@ -143,7 +127,9 @@ def _plots(document: dict[str, Any], mass: Any) -> dict[str, Any]:
         drawn["layers"] = plots.layer_error_plot(quality["layers"], document["model"]["layer_types"])
     if mass is not None:
         drawn |= {"coverage": plots.coverage_plot(mass), "routing": plots.routing_map(mass)}
-    return {name: Markup(svg) for name, svg in drawn.items()}
+    if document["bench"]:
+        drawn |= {f"bench {name}": svg for name, svg in bench_plots(document["bench"]).items()}
+    return drawn
 
 
 def part(verify: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
@@ -153,7 +139,7 @@ def part(verify: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
 
 def _basis(setup: Setup, state: RunState) -> str:
     """Hash of all that the report is made from: the records, the page and this program."""
-    files = [setup.work.state, Path(__file__), Path(__file__).with_name(_TEMPLATE)]
+    files = [setup.work.state, Path(__file__), Path(__file__).with_name(_TEMPLATE), PAGE]
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
 
 
@@ -244,9 +230,3 @@ def _manifests(setup: Setup) -> dict[str, str]:
         for f in files
         if f.is_file()
     }
-
-
-def _number(value: float | None, digits: int = 4) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"

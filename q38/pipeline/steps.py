@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,11 @@ class Workdir:
         return self.root / "oracle.json"
 
     @property
+    def oracle_layers(self) -> Path:
+        """The block outputs that `oracle save` writes beside its reference."""
+        return self.root / "oracle.layers.safetensors"
+
+    @property
     def bench(self) -> Path:
         return self.root / "bench.json"
 
@@ -66,7 +72,16 @@ class Workdir:
 
     def outputs(self) -> tuple[Path, ...]:
         """Everything that steps write, whatever the recipe."""
-        return (self.synth, self.ple, self.quantized, self.model, self.placement, self.oracle, self.bench)
+        return (
+            self.synth,
+            self.ple,
+            self.quantized,
+            self.model,
+            self.placement,
+            self.oracle,
+            self.oracle_layers,
+            self.bench,
+        )
 
     def result(self, step: str) -> Path:
         """The JSON document that a step printed."""
@@ -117,16 +132,15 @@ def plan_steps(recipe: Recipe, source: Path | None, work: Workdir) -> list[Step]
              reads=(origin, work.model, work.ple), sections=("verify",)),
         Step("oracle-save",
              ("oracle", "save", model, "-o", str(work.oracle), "--ple", ple, *prompts, "--repeats", str(recipe.oracle.repeats)),
-             reads=(work.model, work.ple), writes=(work.oracle,), sections=("oracle",)),
+             reads=(work.model, work.ple), writes=(work.oracle, work.oracle_layers), sections=("oracle",)),
         Step("serve",
              ("serve", model, "--ple", ple, "--engine", recipe.serve.engine, "--port", "0", "--log", str(work.server_log)),
              reads=(work.model, work.ple), sections=("serve",)),
         Step("bench",
-             ("bench", "serve", "--contexts", ",".join(map(str, recipe.bench.contexts)),
-              "--max-tokens", str(recipe.bench.max_tokens), "--repeats", str(recipe.bench.repeats), "-o", str(work.bench)),
+             ("bench", "serve", *_bench_options(recipe), "-o", str(work.bench)),
              reads=(work.model, work.ple), writes=(work.bench,), sections=("bench",), needs_server=True),
         Step("oracle-check", ("oracle", "check", model, str(work.oracle), "--ple", ple, *prompts),
-             reads=(work.model, work.ple, work.oracle), sections=("oracle",)),
+             reads=(work.model, work.ple, work.oracle, work.oracle_layers), sections=("oracle",)),
     ]  # fmt: skip
 
 
@@ -135,6 +149,22 @@ def _synth(recipe: Recipe, work: Workdir) -> Step:
     flags = [flag for flag, on in (("--fp8", recipe.source.fp8), ("--trained", recipe.source.trained)) if on]
     args = ("synth", str(recipe.source.synth), str(work.synth), *flags, "--seed", str(recipe.source.seed))
     return Step("synth", args, reads=(), writes=(work.synth,), sections=("source",))
+
+
+def _bench_options(recipe: Recipe) -> list[str]:
+    bench = recipe.bench
+    lists: dict[str, Sequence[object]] = {
+        "--depths": bench.contexts,
+        "--concurrency": bench.concurrency,
+        "--prefix": bench.prefix,
+    }
+    numbers = {
+        "--max-tokens": bench.max_tokens,
+        "--repeats": bench.repeats,
+        "--max-warmup": bench.max_warmup,
+    }
+    options = [part for name, values in lists.items() for part in (name, ",".join(map(str, values)))]
+    return options + [part for name, value in numbers.items() for part in (name, str(value))]
 
 
 def _verify_options(recipe: Recipe) -> list[str]:

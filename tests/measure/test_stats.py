@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from q38.measure.stats import Estimate, clustered_mean, perplexity, ratio_of_medians
+from q38.measure.stats import Estimate, clustered_mean, perplexity
 
 finite = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -71,42 +71,3 @@ def test_perplexity_error_follows_the_delta_method(nll: float, error: float) -> 
 
 def test_perplexity_of_a_broken_model_is_infinite_and_does_not_raise() -> None:
     assert perplexity(Estimate(1e4, None, 10, 5)).value == math.inf
-
-
-speeds = st.lists(st.floats(1, 1e3), min_size=1, max_size=12)
-
-
-@settings(max_examples=30)
-@given(speeds, speeds)
-def test_interval_holds_the_ratio_and_is_deterministic(a: list[float], b: list[float]) -> None:
-    first = ratio_of_medians(a, b, resamples=200)
-    assert first.low <= first.value <= first.high
-    assert first.value == pytest.approx(np.median(a) / np.median(b))
-    assert first == ratio_of_medians(a, b, resamples=200)
-
-
-@settings(max_examples=30)
-@given(speeds, speeds, st.floats(0.1, 10))
-def test_interval_scales_with_the_numerator(a: list[float], b: list[float], factor: float) -> None:
-    plain, scaled = (
-        ratio_of_medians(a, b, resamples=200),
-        ratio_of_medians([factor * x for x in a], b, resamples=200),
-    )
-    for before, after in zip(
-        (plain.low, plain.value, plain.high), (scaled.low, scaled.value, scaled.high), strict=True
-    ):
-        assert after == pytest.approx(factor * before, rel=1e-9)
-
-
-def test_a_five_percent_slowdown_is_seen_and_an_equal_run_is_not() -> None:
-    random = np.random.default_rng(3)
-    base = list(random.normal(100, 1, 15))
-    assert ratio_of_medians(list(random.normal(95, 1, 15)), base).high < 1
-    equal = ratio_of_medians(list(random.normal(100, 1, 15)), base)
-    assert equal.low < 1 < equal.high
-
-
-@pytest.mark.parametrize(("top", "bottom"), [([], [1.0]), ([1.0], []), ([1.0], [0.0])])
-def test_samples_without_a_ratio_are_refused(top: list[float], bottom: list[float]) -> None:
-    with pytest.raises(ValueError, match="non-empty"):
-        ratio_of_medians(top, bottom)

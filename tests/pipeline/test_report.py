@@ -8,9 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from q38.measure.bench.plan import Plan
+from q38.measure.bench.run import bench_serve
 from q38.model.names import Group
 from q38.pipeline import plots
 from q38.pipeline.inventory import group_sizes
+from q38.pipeline.report import render
+from tests.measure.pages import check_page
+from tests.serving.fake_server import answer, fake_server
 
 LAYERS = [{"layer": i, "relative_error": 0.1 * (i + 1), "floor": 1e-3} for i in range(4)]
 KINDS = ["linear_attention"] * 3 + ["full_attention"]
@@ -40,6 +45,45 @@ def test_a_layer_that_was_never_routed_does_not_break_the_plots() -> None:
     mass[2] = 0
     assert "nan" not in plots.routing_map(mass).lower()
     assert "nan" not in plots.coverage_plot(mass).lower()
+
+
+def test_the_page_of_a_run_shows_its_speed_and_loads_nothing() -> None:
+    with fake_server() as fake:
+        fake.script = lambda body: answer(["a", "b", "c"], body, first=0.002, between=0.001)
+        bench = bench_serve(fake.url, Plan((64, 128), max_tokens=3, repeats=2, max_warmup=1))
+    machine = {"system": "Linux", "processor": "CPU", "cores": 2, "memory": 2**34, "python": "3.11"}
+    step = {
+        "step": "bench",
+        "ok": True,
+        "seconds": 1.0,
+        "bytes_in": 1,
+        "bytes_out": 1,
+        "peak_memory": 1,
+        "command": "q38",
+    }
+    nothing = dict.fromkeys(("model", "sizes", "verify", "placement", "serve", "oracle", "failed_step"))
+    page = render(
+        {
+            **nothing,
+            "q38": "0",
+            "created": "today",
+            "passed": True,
+            "recipe": {"name": "<b>tiny</b>"},
+            "recipe_sha256": "0" * 64,
+            "machine": machine,
+            "versions": {"torch": "2"},
+            "bench": bench,
+            "steps": [step],
+            "seconds": 1.0,
+            "peak_memory": 1,
+            "manifests": {"model/MANIFEST.json": "0" * 64},
+        },
+        MASS,
+    )
+    tags = check_page(page)
+    assert tags.count("svg") == 2 + 3  # routing, and times to first token, decode, between tokens
+    assert "&lt;b&gt;tiny" in page
+    assert "ms/token p50" in page
 
 
 def test_group_sizes_count_weights_and_widths_of_packed_tensors(tiny_quantized: Path) -> None:

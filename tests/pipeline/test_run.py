@@ -18,7 +18,11 @@ import pytest
 
 from q38.base.errors import InputError
 from q38.checkpoint.index import read_json
+from q38.pipeline.releasing import from_run
 from q38.pipeline.run import dry_run, run
+from q38.release.build import build
+from q38.release.check import check
+from tests.measure.pages import check_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a loaded machine is slow, not wrong
 DATA = Path(__file__).parents[1] / "data"
@@ -100,7 +104,8 @@ def test_a_run_ends_with_an_answer_a_table_and_a_report(finished: Path) -> None:
     assert all(s["seconds"] > 0 and s["peak_memory"] > 2**20 for s in report["steps"])
     assert report["serve"]["chat"]["question"] == "Hello! Who are you?"
     assert report["serve"]["chat"]["completion_tokens"] > 0
-    assert (finished / "report.html").stat().st_size > 10_000
+    assert report["bench"]["complete"]
+    check_page((finished / "report.html").read_text())
 
 
 def test_the_second_run_does_nothing_and_says_the_same(finished: Path, recipe: Path, source: Path) -> None:
@@ -202,6 +207,30 @@ def test_a_dry_run_expects_the_bytes_that_the_run_writes(
         directory = finished / name
         data = sum(p.stat().st_size for p in directory.iterdir() if p.suffix in (".bin", ".safetensors"))
         assert expected[step] == pytest.approx(data, rel=0.05)
+
+
+def test_a_finished_run_becomes_a_release_wherever_it_was_moved(
+    finished: Path, copy: Path, source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "release"
+    build(from_run(copy), out)
+    assert check(out, full=True)["passed"]
+    document = read_json(out / "RELEASE.json")
+    assert [step["step"] for step in document["steps"]] == STEPS
+    assert document["recipe"]["name"] == "test-fast"
+    assert document["calibration"]["tokens_sha256"]
+    assert document["made_on"]["cores"] > 0
+    card = (out / "README.md").read_text()
+    assert "## Quality" in card and "## Speed" in card
+    for file in (path for path in out.rglob("*") if path.suffix in (".json", ".md", ".yaml", ".html")):
+        text = file.read_text("utf-8")
+        assert not any(str(path) in text for path in (finished, copy, source)), f"{file} names a directory"
+
+
+def test_a_file_that_changed_since_the_run_is_not_released(copy: Path) -> None:
+    (copy / "oracle.json").write_text("{}")
+    with pytest.raises(InputError, match=r"oracle\.json: is missing, or changed"):
+        from_run(copy)
 
 
 def test_a_killed_run_leaves_no_process(copy: Path, recipe: Path, source: Path) -> None:

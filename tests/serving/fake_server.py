@@ -17,7 +17,7 @@ Script = Callable[[dict[str, Any]], Iterable[Step]]
 
 
 class FakeServer:
-    """What the server was asked (`requests`), and how it answers (`script`, or `error` = status and body)."""
+    """What the server was asked (`requests`), and how it answers (`script`, or `error` = status and body; `pages` for GET)."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -28,6 +28,7 @@ class FakeServer:
             {"data": [{"id": "fake", "owned_by": "tests", "max_model_len": 100_000}]}
         )
         self.keys: list[str | None] = []
+        self.pages: dict[str, Callable[[], str]] = {}
 
 
 @contextmanager
@@ -39,7 +40,8 @@ def fake_server() -> Iterator[FakeServer]:
 
         def do_GET(self) -> None:
             server.keys.append(self.headers.get("Authorization"))
-            self._send(200, server.models if self.path == "/v1/models" else "{}")
+            page = server.pages.get(self.path, lambda: "{}")
+            self._send(200, server.models if self.path == "/v1/models" else page())
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

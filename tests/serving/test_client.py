@@ -156,3 +156,23 @@ def test_an_address_that_is_none_is_bad_input(url: str) -> None:
     with pytest.raises(Q38Error) as refused:
         Client(url).models()
     assert refused.value.exit_code in (2, 3)
+
+
+def test_counts_along_the_stream_and_of_the_cache_are_kept(server: FakeServer) -> None:
+    def counted(n: int) -> str:
+        choice = {"index": 0, "delta": {"content": "ab"}, "finish_reason": "stop" if n == 4 else None}
+        return event({"choices": [choice], "usage": {"prompt_tokens": 9, "completion_tokens": n}})
+
+    last = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 5}}
+    server.script = lambda body: [counted(2), counted(4), event({"choices": [], "usage": last})]
+    reply = ask(server)
+    assert [d.tokens for d in reply.deltas] == [2, 4]
+    assert (reply.completion_tokens, reply.cached_tokens) == (4, 5)
+
+
+def test_a_page_that_is_not_there_is_none(server: FakeServer) -> None:
+    server.pages["/metrics"] = lambda: "x 1"
+    with Client(server.url) as client:
+        assert client.text("/metrics") == "x 1"
+    with Client("http://127.0.0.1:1") as client:
+        assert client.text("/metrics") is None

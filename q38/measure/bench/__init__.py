@@ -1,0 +1,1 @@
+"""Speed of a running OpenAI-compatible server, and whether it became slower."""
