@@ -6,19 +6,19 @@ every token after it, but moves a log-probability by almost nothing.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-import numpy as np
+from typing import Any, get_args
 
 import q38
 from q38.base.errors import CheckFailed, InputError
 from q38.base.progress import SILENT, Progress
 from q38.measure.files import require_writable
+from q38.measure.oracle_compare import Scores, by_prompt, compare_scores, noise_of, worst_token
 from q38.measure.oracle_engine import Dtype, Engine, TransformersEngine
+from q38.measure.oracle_layers import read_states, states_file, write_states
+from q38.measure.oracle_limits import Class, Limits, limits_of
 from q38.measure.oracle_prompts import Item, Prompt, load_prompts, tokenize
 from q38.measure.oracle_reference import (
     Identity,
@@ -27,13 +27,8 @@ from q38.measure.oracle_reference import (
     require_comparable,
     write_reference,
 )
-from q38.measure.stats import Floats, clustered_mean
 
-CHECK_SCHEMA = "q38.oracle-check/1"
-Class = Literal["host", "kernel"]
-# Mean and max |difference| in nats. host: the change touches no arithmetic on the device; kernel: it
-# changes the order of summation. REPORTED limits of earlier public work on this model.
-LIMITS: Mapping[Class, tuple[float, float | None]] = {"host": (0.01, 0.5), "kernel": (0.05, None)}
+CHECK_SCHEMA = "q38.oracle-check/2"
 REPEATS = 2
 SELF_CHECK_PROMPTS = 4
 
@@ -71,20 +66,23 @@ def save(
         raise InputError(f"{repeats} repeats show no noise", where="--repeats", remedy="give 2 or more")
     chosen = load_prompts(prompts)
     identity = Identity.of(model, chosen)
-    if (existing := find_reference(out, identity, dtype, fresh=fresh)) is not None:
+    kind = {"name": "transformers", "dtype": dtype} if engine is None else engine.describe()
+    if (existing := find_reference(out, identity, kind, fresh=fresh)) is not None:
         progress.say(f"{out} is up to date")
         return existing
     require_writable(out)
     items = _items(model, chosen.prompts)
     engine = engine or TransformersEngine(model, ple=ple, dtype=dtype)
     runs = [engine.score(items, progress=progress) for _ in range(repeats)]
+    noise = noise_of(runs)
     document = {
         "q38": q38.__version__,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **identity.to_dict(),
         "engine": engine.describe(),
-        "noise": _noise(runs),
-        "self_check": _self_check(engine, items, runs[0], progress),
+        "noise": noise,
+        "self_check": _self_check(engine, items, runs[0], noise, progress),
+        "layers": _save_states(engine, _shortest(items, 1)[0], out),
         "scores": [
             {"id": item.id, "tokens": list(item.continuation), "logprobs": scores}
             for item, scores in zip(items, runs[0], strict=True)
@@ -99,17 +97,21 @@ def plan_save(
     out: Path,
     *,
     prompts: Path | None = None,
-    dtype: Dtype = "float32",
+    engine: Mapping[str, Any] | None = None,
     repeats: int = REPEATS,
     fresh: bool = False,
 ) -> dict[str, Any]:
     """What `save` would do, with the same refusals. Writes nothing.
 
+    Args:
+        engine: what the engine would say of itself.
+
     Returns:
         {"up_to_date", "prompts", "tokens", "repeats", "writes"}.
     """
     chosen = load_prompts(prompts)
-    existing = find_reference(out, Identity.of(model, chosen), dtype, fresh=fresh)
+    kind = engine or {"name": "transformers", "dtype": "float32"}
+    existing = find_reference(out, Identity.of(model, chosen), kind, fresh=fresh)
     items = _items(model, chosen.prompts)
     return {
         "dry_run": True,
@@ -130,6 +132,9 @@ def check(
     kind: Class = "host",
     max_mean: float | None = None,
     max_abs: float | None = None,
+    max_nll: float | None = None,
+    times_noise: float | None = None,
+    without_layers: bool = False,
     dtype: Dtype | None = None,
     engine: Engine | None = None,
     progress: Progress = SILENT,
@@ -137,29 +142,41 @@ def check(
     """Score again and compare with a reference.
 
     Args:
-        kind: class of the change under test; it sets the limits (see LIMITS).
-        max_mean, max_abs: other limits for the mean and the largest |difference|, in nats.
+        kind: class of the change under test; it sets the limits (see `q38.measure.oracle_limits`).
+        max_mean, max_abs, max_nll, times_noise: other limits, in nats and in times the noise.
+        without_layers: judge the kernel class although no blocks were compared.
         dtype: of the in-process engine; default: the reference's.
 
     Returns:
-        {"passed", "mean", "max", "limits", "worst", "prompts", ...}; "worst" names prompt and token.
+        {"passed", "mean", "max", "nll", "limits", "worst", "prompts", "layers", ...}; "worst" names
+        prompt and token.
 
     Raises:
-        InputError: the reference belongs to another source model, tokenizer or prompt set.
+        InputError: the reference belongs to another source model, tokenizer or prompt set; or the
+            kernel class without blocks to compare.
     """
     saved = read_reference(reference)
     chosen = load_prompts(prompts)
     identity = Identity.of(model, chosen)
     require_comparable(reference, saved, identity)
+    limits = limits_of(
+        kind,
+        saved["noise"],
+        max_mean=max_mean,
+        max_abs=max_abs,
+        max_nll=max_nll,
+        times_noise=times_noise,
+    )
     items = _items(model, chosen.prompts)
     before = _logprobs(reference, saved, items)
     used = dtype or saved["engine"].get("dtype")
     if engine is None:
         engine = TransformersEngine(model, ple=ple, dtype=used if used in get_args(Dtype) else "float32")
+    layers = _compare_layers(engine, saved, reference, items, limits, required=not without_layers)
     scores = engine.score(items, progress=progress)
-    limits = _limits(kind, max_mean, max_abs)
     result = compare_scores(before, scores, limits)
-    worst = _worst(model, items, before, scores)
+    result["limits"] = limits.to_dict()
+    result["passed"] = result["passed"] and layers["passed"] is not False
     now = engine.describe()
     return {
         "schema": CHECK_SCHEMA,
@@ -168,7 +185,8 @@ def check(
         "class": kind,
         **result,
         "noise": saved["noise"],
-        "worst": worst,
+        "worst": _worst(model, items, before, scores),
+        "layers": layers,
         "weights_match": identity.model["weights"] == saved["model"]["weights"],
         "engine": now,
         "engine_changes": {
@@ -176,34 +194,7 @@ def check(
             for key, value in now.items()
             if saved["engine"].get(key) != value
         },
-        "prompts": _by_prompt(chosen.prompts, before, scores),
-    }
-
-
-def compare_scores(
-    before: Sequence[Sequence[float]], now: Sequence[Sequence[float]], limits: Mapping[str, float | None]
-) -> dict[str, Any]:
-    """Mean and largest |difference| over all scored tokens, and whether they keep the limits.
-
-    A value that is not finite counts as an infinite difference.
-    """
-    difference = _difference(before, now)
-    flat = np.concatenate(difference)
-    finite = bool(np.isfinite(flat).all())
-    mean, largest = (float(flat.mean()), float(flat.max())) if finite else (math.inf, math.inf)
-    labels = np.repeat(np.arange(len(difference)), [len(d) for d in difference])
-    held = {"mean": limits["mean"], "max": limits["max"]}
-    passed = all(
-        limit is None or value <= limit for limit, value in zip(held.values(), (mean, largest), strict=True)
-    )
-    return {
-        "passed": passed and finite,
-        "mean": mean if finite else None,
-        "mean_standard_error": clustered_mean(flat, labels).standard_error if finite else None,
-        "max": largest if finite else None,
-        "limits": held,
-        "tokens": int(flat.size),
-        "not_finite": int((~np.isfinite(flat)).sum()),
+        "prompts": by_prompt(chosen.prompts, before, scores),
     }
 
 
@@ -219,33 +210,25 @@ def _items(model: Path, prompts: Sequence[Prompt]) -> list[Item]:
     return items
 
 
-def _difference(before: Sequence[Sequence[float]], now: Sequence[Sequence[float]]) -> list[Floats]:
-    with np.errstate(invalid="ignore"):
-        raw = [np.abs(np.asarray(a) - np.asarray(b)) for a, b in zip(before, now, strict=True)]
-    return [np.where(np.isnan(d), math.inf, d) for d in raw]
-
-
-def _noise(runs: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
-    """The spread of repeated runs: every later run against the first."""
-    spreads = [np.concatenate(_difference(runs[0], run)) for run in runs[1:]]
-    return {
-        "repeats": len(runs),
-        "mean": float(np.mean([s.mean() for s in spreads])),
-        "max": float(np.max([s.max() for s in spreads])),
-    }
+def _shortest(items: Sequence[Item], count: int) -> list[Item]:
+    return sorted(items, key=lambda item: len(item.prompt) + len(item.continuation))[:count]
 
 
 def _self_check(
     engine: Engine,
     items: Sequence[Item],
-    scores: Sequence[Sequence[float]],
+    scores: Scores,
+    noise: Mapping[str, Any],
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Two faults put in on purpose; each must fail the strictest class, on the shortest prompts alone."""
-    by_length = sorted(range(len(items)), key=lambda i: len(items[i].prompt) + len(items[i].continuation))
-    chosen = [items[i] for i in by_length[:SELF_CHECK_PROMPTS]]
-    before = [scores[i] for i in by_length[:SELF_CHECK_PROMPTS]]
-    limits = _limits("host", None, None)
+    """Two faults put in on purpose; each must fail the strictest class, on the shortest prompts alone.
+
+    With the limits that this noise leaves: an engine too noisy to show a fault is of no use either.
+    """
+    chosen = _shortest(items, SELF_CHECK_PROMPTS)
+    found_scores = dict(zip((item.id for item in items), scores, strict=True))
+    before = [found_scores[item.id] for item in chosen]
+    limits = limits_of("host", noise)
     turned = [Item(item.id, item.prompt[::-1], item.continuation) for item in chosen]
     found = [("input", "prompt tokens in reverse order", engine.score(turned, progress=progress))]
     with engine.damaged() as what:
@@ -254,29 +237,66 @@ def _self_check(
     rows = []
     for fault, what, faulty in found:
         result = compare_scores(before, faulty, limits)
+        noticed = not result["passed"]
         rows.append(
-            {
-                "fault": fault,
-                "what": what,
-                "mean": result["mean"],
-                "max": result["max"],
-                "noticed": not result["passed"],
-            }
+            {"fault": fault, "what": what, "mean": result["mean"], "max": result["max"], "noticed": noticed}
         )
-        if result["passed"]:
+        if not noticed:
             raise CheckFailed(
                 f"the oracle does not notice a wrong {fault} ({what}: mean {result['mean']:.2g}, max {result['max']:.2g} nats)",
                 where="self-check",
-                remedy="the engine does not score what it is given; look there",
+                remedy="the engine does not score what it is given, or is too noisy; look there",
             )
     return rows
 
 
-def _limits(kind: Class, max_mean: float | None, max_abs: float | None) -> dict[str, float | None]:
-    if kind not in LIMITS:
-        raise InputError(f"unknown class '{kind}'", where="--class", remedy=f"known: {', '.join(LIMITS)}")
-    mean, largest = LIMITS[kind]
-    return {"mean": mean if max_mean is None else max_mean, "max": largest if max_abs is None else max_abs}
+def _save_states(engine: Engine, item: Item, out: Path) -> dict[str, Any] | None:
+    states = engine.record_states(item)
+    if not states:
+        states_file(out).unlink(missing_ok=True)
+        return None
+    return {
+        "prompt": item.id,
+        "blocks": len(states) - 1,
+        "file": states_file(out).name,
+        "sha256": write_states(out, states),
+    }
+
+
+def _compare_layers(
+    engine: Engine,
+    saved: Mapping[str, Any],
+    reference: Path,
+    items: Sequence[Item],
+    limits: Limits,
+    *,
+    required: bool,
+) -> dict[str, Any]:
+    """{"compared", "passed", "limit", "worst", "blocks"}; passed is None where the class does not judge blocks."""
+    about = saved.get("layers")
+    judged = limits.layer is not None
+    errors: list[float] = []
+    if about and engine.takes_states and (judged or states_file(reference).is_file()):
+        item = next(item for item in items if item.id == about["prompt"])
+        errors = engine.layer_errors(item, read_states(reference))
+    if not errors:
+        if judged and required:
+            why = "the reference has no states of blocks" if engine.takes_states else "this engine takes none"
+            raise InputError(
+                f"the kernel class compares each block on identical inputs, and {why}",
+                where="--class",
+                remedy="compare with transformers first, then judge by the mean alone with --without-layers",
+            )
+        return {"compared": False, "passed": None, "limit": limits.layer, "worst": None, "blocks": []}
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    passed = all(error <= limits.layer for error in errors) if limits.layer is not None else None
+    return {
+        "compared": True,
+        "passed": passed,
+        "limit": limits.layer,
+        "worst": {"block": worst, "relative_error": errors[worst]},
+        "blocks": errors,
+    }
 
 
 def _logprobs(reference: Path, saved: Mapping[str, Any], items: Sequence[Item]) -> list[list[float]]:
@@ -291,41 +311,9 @@ def _logprobs(reference: Path, saved: Mapping[str, Any], items: Sequence[Item]) 
     return [rows[item.id]["logprobs"] for item in items]
 
 
-def _worst(
-    model: Path, items: Sequence[Item], before: Sequence[Sequence[float]], now: Sequence[Sequence[float]]
-) -> dict[str, Any]:
-    """The scored token with the largest difference."""
+def _worst(model: Path, items: Sequence[Item], before: Scores, now: Scores) -> dict[str, Any]:
+    """`worst_token` with the token's text."""
     from q38.hf.load import load_tokenizer
 
-    difference = _difference(before, now)
-    index = int(np.argmax([d.max() for d in difference]))
-    position = int(np.argmax(difference[index]))
-    token = items[index].continuation[position]
-    value = float(now[index][position])
-    return {
-        "prompt": items[index].id,
-        "position": position,
-        "token_id": token,
-        "token": load_tokenizer(model).decode([token]),
-        "reference": float(before[index][position]),
-        "now": value if math.isfinite(value) else None,
-    }
-
-
-def _by_prompt(
-    prompts: Sequence[Prompt], before: Sequence[Sequence[float]], now: Sequence[Sequence[float]]
-) -> list[dict[str, Any]]:
-    rows = []
-    for prompt, d in zip(prompts, _difference(before, now), strict=True):
-        mean, largest = float(d.mean()), float(d.max())
-        rows.append(
-            {
-                "id": prompt.id,
-                "kind": prompt.kind,
-                "language": prompt.language,
-                "tokens": len(d),
-                "mean": mean if math.isfinite(mean) else None,
-                "max": largest if math.isfinite(largest) else None,
-            }
-        )
-    return rows
+    worst = worst_token(items, before, now)
+    return {**worst, "token": load_tokenizer(model).decode([worst["token_id"]])}

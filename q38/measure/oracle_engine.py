@@ -1,4 +1,4 @@
-"""Engines that score fixed continuations. One is here: transformers in this process."""
+"""Engines that score fixed continuations. One is here, transformers in this process; oracle_sglang has the other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 from q38.base.progress import SILENT, Progress
 from q38.checkpoint.job import package_versions
 from q38.measure.forward import text_model
+from q38.measure.oracle_layers import layer_errors, record_states
 from q38.measure.oracle_prompts import Item
 
+CHUNK = 1024  # tokens
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -29,14 +31,33 @@ class Engine(Protocol):
     def damaged(self) -> AbstractContextManager[str | None]:
         """Inside, one weight matrix is wrong; yields which. None where the engine cannot be damaged."""
 
+    @property
+    def takes_states(self) -> bool:
+        """Whether single blocks can be fed; the two methods below give nothing otherwise."""
+
+    def record_states(self, item: Item) -> list[torch.Tensor]:
+        """What enters each block and what leaves the last, on the item's prompt."""
+
+    def layer_errors(self, item: Item, states: Sequence[torch.Tensor]) -> list[float]:
+        """Relative error of each block's output on recorded inputs."""
+
 
 class TransformersEngine:
-    """The model in this process, on the CPU. Float32 by default: the arithmetic that other engines approximate."""
+    """The model in this process, on the CPU. Float32 by default: the arithmetic that other engines approximate.
 
-    def __init__(self, path: Path, *, ple: Path | None = None, dtype: Dtype = "float32") -> None:
+    chunk: longer inputs are read in pieces of so many tokens, each of which reads the KV cache, the recurrent
+    states and the n-gram context that those before it left.
+    """
+
+    takes_states = True
+
+    def __init__(
+        self, path: Path, *, ple: Path | None = None, dtype: Dtype = "float32", chunk: int = CHUNK
+    ) -> None:
         from q38.measure.loading import load_for_measuring
 
         self.dtype: Dtype = dtype
+        self.chunk = chunk
         self.model = load_for_measuring(path, ple=ple, dtype=getattr(torch, dtype))
 
     def describe(self) -> dict[str, Any]:
@@ -44,6 +65,7 @@ class TransformersEngine:
         return {
             "name": "transformers",
             "dtype": self.dtype,
+            "chunk": self.chunk,
             "experts": experts.get("text_config") or experts.get(""),
             "threads": torch.get_num_threads(),
             "versions": package_versions(),
@@ -62,12 +84,29 @@ class TransformersEngine:
 
     def _score(self, item: Item) -> list[float]:
         ids = torch.tensor([item.prompt + item.continuation])  # [1, P + C]
-        hidden = self.model.model(input_ids=ids, use_cache=False)[0][0]  # [P + C, H]
+        hidden = self._hidden(ids)  # [P + C, H]
         before = hidden[len(item.prompt) - 1 : -1]  # what predicts each continuation token
         logits = self.model.get_output_embeddings()(before).double()  # [C, V]
         wanted = torch.tensor(item.continuation)[:, None]
         values: list[float] = torch.log_softmax(logits, dim=-1).gather(1, wanted)[:, 0].tolist()
         return values
+
+    def _hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] <= self.chunk:
+            whole: torch.Tensor = self.model.model(input_ids=ids, use_cache=False)[0][0]
+            return whole
+        cache, pieces = None, []
+        for piece in torch.split(ids, self.chunk, dim=1):
+            out = self.model.model(input_ids=piece, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            pieces.append(out[0][0])
+        return torch.cat(pieces)
+
+    def record_states(self, item: Item) -> list[torch.Tensor]:
+        return record_states(self.model, item.prompt)
+
+    def layer_errors(self, item: Item, states: Sequence[torch.Tensor]) -> list[float]:
+        return layer_errors(self.model, item.prompt, states)
 
     @contextmanager
     def damaged(self) -> Iterator[str | None]:

@@ -17,14 +17,18 @@ SCHEMA = "q38.oracle-prompts/1"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. Chats have `messages`, the others `text`; kind is text, code, chat or long."""
+    """One prompt. Chats have `messages` and may have `tools`, the others `text`.
+
+    kind is text, code, chat, tools or long.
+    """
 
     id: str
     kind: str
     language: str
     continuation: str
     text: str | None = None
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,10 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: Any) -> list[Item]:
         text = prompt.text
         if text is None:
             text = tokenizer.apply_chat_template(
-                list(prompt.messages), tokenize=False, add_generation_prompt=True
+                list(prompt.messages),
+                tools=list(prompt.tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
             )
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         scored = tokenizer(prompt.continuation, add_special_tokens=False, verbose=False).input_ids
@@ -88,6 +95,8 @@ def _prompt(entry: Any, path: Path) -> Prompt:
         raise InputError(
             f"entry {fields.get('id', entry)!r} is no prompt",
             where=path,
-            remedy=f"give {', '.join(names)}, and either prompt or messages",
+            remedy=f"give {', '.join(names)}, and either prompt or messages (and tools, if any)",
         )
-    return Prompt(text=text, messages=tuple(messages or ()), **{name: fields[name] for name in names})
+    tools = tuple(fields.get("tools") or ())
+    texts = {name: fields[name] for name in names}
+    return Prompt(text=text, messages=tuple(messages or ()), tools=tools, **texts)

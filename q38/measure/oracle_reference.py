@@ -78,16 +78,19 @@ def read_reference(file: Path) -> dict[str, Any]:
     return raw
 
 
-def find_reference(file: Path, now: Identity, dtype: str, *, fresh: bool) -> dict[str, Any] | None:
+def find_reference(
+    file: Path, now: Identity, engine: Mapping[str, Any], *, fresh: bool
+) -> dict[str, Any] | None:
     """The reference that `file` already holds, if it is the one that saving now would make.
 
     A reference is what later states are judged by, so another one is not replaced in passing.
 
     Args:
+        engine: what the engine says of itself; its name and dtype are compared.
         fresh: give None for any reference, so that it is replaced.
 
     Raises:
-        InputError: `file` is no reference; or, without `fresh`, one of another model, weights or dtype.
+        InputError: `file` is no reference; or, without `fresh`, one of another model, weights, engine or dtype.
     """
     if not file.exists():
         return None
@@ -97,11 +100,12 @@ def find_reference(file: Path, now: Identity, dtype: str, *, fresh: bool) -> dic
     require_comparable(file, saved, now)
     for what, before, after in (
         ("weights", saved["model"].get("weights"), now.model["weights"]),
-        ("dtype", saved["engine"].get("dtype"), dtype),
+        ("engine", saved["engine"].get("name"), engine.get("name")),
+        ("dtype", saved["engine"].get("dtype"), engine.get("dtype")),
     ):
         if before != after:
             raise InputError(
-                f"is a reference of another {what} ({str(before)[:16]}, now {after[:16]})",
+                f"is a reference of another {what} ({str(before)[:16]}, now {str(after)[:16]})",
                 where=file,
                 remedy="choose another file, or replace it with --fresh",
             )

@@ -13,9 +13,10 @@ from q38.measure.oracle_prompts import load_prompts, tokenize
 def test_the_shipped_set_covers_languages_code_chat_and_a_long_text() -> None:
     prompts = load_prompts().prompts
     assert {"en", "de", "zh", "ja", "th", "python", "c"} <= {p.language for p in prompts}
-    assert {p.kind for p in prompts} == {"text", "code", "chat", "long"}
+    assert {p.kind for p in prompts} == {"text", "code", "chat", "tools", "long"}
     assert any(m["role"] == "system" for p in prompts for m in p.messages)
     assert any(len(p.messages) >= 4 for p in prompts)
+    assert any(p.tools and any(m["role"] == "tool" for m in p.messages) for p in prompts)
 
 
 def test_the_long_prompt_is_longer_than_the_sparse_attention_budget(tiny_source: Path) -> None:

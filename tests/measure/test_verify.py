@@ -7,16 +7,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from q38.base.errors import InputError
 from q38.cli.app import main
 from q38.data import data_path
 from q38.measure.verify import PARTS, verify
-from tests.measure.packed import edit_tensor
+from tests.measure.packed import edit_json, edit_tensor
 
 TEXT = data_path("assets", "text", "multilingual.jsonl")  # without the standard library: quick to tokenize
 QUALITY = ("--parts", "quality", "--text", TEXT, "--tokens", 64, "--seqlen", 32)
 EXPERT = "model.language_model.layers.0.mlp.experts.3.up_proj"
+VALUES = "model.language_model.layers.3.self_attn.v_proj.scales"
+# What is done to the model, the row that must see it, and the end of the file's name there.
+FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "one flipped sign": (
+        lambda model: edit_tensor(model, f"{EXPERT}.scales", torch.neg),
+        "shard hashes",
+        ".safetensors",
+    ),
+    "values of the KV cache that are zero": (
+        lambda model: edit_tensor(model, VALUES, torch.zeros_like),
+        "shard hashes",
+        ".safetensors",
+    ),
+    "another tokenizer": (
+        lambda model: edit_json(
+            model / "tokenizer.json", lambda t: t["model"]["vocab"].update({"zzzz": 1999})
+        ),
+        "manifest",
+        "tokenizer.json",
+    ),
+}
 
 
 def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -124,6 +146,28 @@ class TestCommand:
         assert code == 1
         assert f"{EXPERT}.qzeros: is missing" in out
         assert "verify: FAILED" in out
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_a_damaged_model_exits_1_with_the_row_that_sees_it(
+        self,
+        fault: str,
+        broken: Callable[..., Path],
+        tiny_ple: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        damage, row, file = FAULTS[fault]
+        model = broken(manifest=True)
+        damage(model)
+        code = run_cli(
+            monkeypatch, "verify", model, "--ple", tiny_ple, "--parts", "structure,numbers", "--json"
+        )
+        checks = {
+            c["name"]: c for part in json.loads(capfd.readouterr().out)["parts"] for c in part["checks"]
+        }
+        assert code == 1
+        assert checks[row]["passed"] is False
+        assert checks[row]["faults"][0]["file"].endswith(file)
 
     def test_a_directory_that_is_no_checkpoint_exits_2(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
