@@ -5,8 +5,8 @@
 
 Writes two blocks of random weights (10 GB), runs each without its experts on a random residual stream, quantizes its experts by
 each method, with the device's memory capped and not, and compares the experts' summed output with the source's on
-other tokens. "block-wise" is this script's own SignRound of all experts of a block together on the block's output,
-which is what AutoRound does; AutoRound itself is not run. On a CPU, with a small config, it is a rehearsal.
+other tokens. "autoround" is AutoRound itself on the whole block, "block-wise" this script's own SignRound of all experts of
+a block together on the block's output. On a CPU, with a small config, it is a rehearsal.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import dataclasses
 import gc
 import json
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.quantize_block_autoround import autoround
 from benchmarks.quantize_block_model import KINDS, residual_stream, write_blocks
 from benchmarks.quantize_block_wise import block_wise
 from q38.checkpoint.index import Checkpoint
@@ -50,9 +52,14 @@ class Bench:
         self.cuda = self.device.type == "cuda"
         self.started = time.monotonic()
         self.rows: list[dict[str, Any]] = []
-        source = args.workdir / "source"
+        self.context = 0  # bytes of the device that are not torch's to count
+        if self.cuda:
+            torch.zeros(1, device=self.device)
+            free, total = torch.cuda.mem_get_info()
+            self.context = total - free - torch.cuda.memory_reserved()
+        self.source = source = args.workdir / "source"
         if not (source / "config.json").exists():
-            write_blocks(source, args.config, seed=0, device=args.device)
+            write_blocks(source, args.config, args.kinds, seed=0, device=args.device)
             self.say(f"wrote {source}")
         bits = {"experts": 2, "gdn_in": 8, "shared_expert": 8}
         self.recipe = parse_recipe(
@@ -70,11 +77,13 @@ class Bench:
             Walk(source, self.plan, None, torch.zeros(samples, args.seqlen, dtype=torch.int64), **options)
             for samples in (args.samples, judged)
         )
-        self.states, self.judge_states = (
-            residual_stream(
-                samples, args.seqlen, self.plan.shape, seed=seed, device=args.device, dtype=options["dtype"]
-            )
-            for seed, samples in ((1, args.samples), (2, judged))
+        self.states, self.judge_states = self.stream(1, args.samples), self.stream(2, judged)
+
+    def stream(self, seed: int, samples: int) -> list[torch.Tensor]:
+        """What enters the first block."""
+        dtype = compute_dtype(self.args.device)
+        return residual_stream(
+            samples, self.args.seqlen, self.plan.shape, seed=seed, device=self.args.device, dtype=dtype
         )
 
     def say(self, text: str) -> None:
@@ -90,18 +99,15 @@ class Bench:
         if not self.cuda:
             return
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        context = total - free - torch.cuda.memory_reserved()  # not torch's to count
-        torch.cuda.set_per_process_memory_fraction((cap * GIB - context) / total if cap else 1.0)
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction((cap * GIB - self.context) / total if cap else 1.0)
         torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> float:
         """GiB of the device at most since `clean`: what torch reserved, and the context."""
         if not self.cuda:
             return 0.0
-        free, total = torch.cuda.mem_get_info()
-        context = total - free - torch.cuda.memory_reserved()
-        return float((torch.cuda.max_memory_reserved() + context) / GIB)
+        return float((torch.cuda.max_memory_reserved() + self.context) / GIB)
 
     def settings(self, method: str, options: list[str]) -> Settings:
         """The default settings of a method, changed by options like "steps=800"."""
@@ -109,7 +115,7 @@ class Bench:
         settings = Settings.of(experts, bits=2, group_size=self.plan.group_size, seed=0)
         changes = dict(option.split("=") for option in options if "=" in option)
         return dataclasses.replace(
-            settings, **{key: type(getattr(settings, key))(float(value)) for key, value in changes.items()}
+            settings, **{key: _like(getattr(settings, key), value) for key, value in changes.items()}
         )
 
     def error(self, block: int, routed: Routed, got: torch.Tensor) -> float:
@@ -169,7 +175,7 @@ class Bench:
         return out
 
     def record(self, block: int, method: str, cap: float | None, **values: Any) -> None:
-        row = {"block": block, "kind": KINDS[block], "method": method, "cap_gib": cap, **values}
+        row = {"block": block, "kind": self.args.kinds[block], "method": method, "cap_gib": cap, **values}
         self.rows.append(row)
         self.say(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}))
         if self.args.out:
@@ -187,7 +193,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--steps", type=int, help="for all methods; default: each method's own")
-    parser.add_argument("--blocks", type=int, nargs="*", default=[0, 1])
+    parser.add_argument("--kinds", nargs="*", default=KINDS, help="layer types of the blocks")
+    parser.add_argument("--blocks", type=int, nargs="*", default=[0, 1], help="of them, those to tune")
     parser.add_argument("--cap", type=float, default=23.0, help="GiB of device memory of the capped runs")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further run begins")
     parser.add_argument("--out", type=Path, help="directory for quantize_block.json")
@@ -225,12 +232,13 @@ def one_block(
                 bench.say(f"no time left for {name}")
                 continue
             method, *options = name.split()
-            if method == "block-wise":
-                bench.clean()
-                result = block_wise(
-                    bench, block, half.routed, judged_half.routed, steps=bench.args.steps or 200
-                )
-                bench.record(block, method, None, **result, rest=forward)
+            if method in ("autoround", "block-wise"):
+                try:
+                    result = whole_block(bench, block, half, judged_half, method, options, forward)
+                except Exception:  # noqa: BLE001  the other methods have their turn all the same
+                    bench.say(f"{name} failed:\n{traceback.format_exc()}")
+                else:
+                    bench.record(block, name, None, **result)
                 continue
             out = bench.expert_local(block, half, judged_half.routed, method, options, forward)
             following = out if following is None else following
@@ -239,6 +247,24 @@ def one_block(
         following = torch.zeros_like(half.routed.hidden)
     bench.clean()
     return bench.walk.whole(half, following), bench.judge.whole(judged_half, nothing)
+
+
+def whole_block(
+    bench: Bench, block: int, half: Half, judged: Half, method: str, options: list[str], forward: float
+) -> dict[str, Any]:
+    """A method that tunes all experts of the block together."""
+    bench.clean()
+    if method == "autoround":
+        assert block == 0, "AutoRound's inputs are those of the first block"
+        # Its inputs are made again: the walk let go of them.
+        return autoround(bench, block, bench.stream(1, bench.args.samples), judged.routed, options)
+    steps = int(dict(o.split("=") for o in options if "=" in o).get("steps", bench.args.steps or 200))
+    result = block_wise(bench, block, half.routed, judged.routed, steps=steps)
+    return {**result, "seconds": result["seconds"] + forward}
+
+
+def _like(example: Any, value: str) -> Any:
+    return value if isinstance(example, str) else type(example)(float(value))
 
 
 def work(bench: Bench) -> dict[str, float]:

@@ -24,9 +24,9 @@ KINDS = ("linear_attention", "full_attention")  # of block 0 and block 1
 _PIECE = 2**26
 
 
-def write_blocks(out: Path, config: Path, *, seed: int, device: str) -> None:
-    """Write the checkpoint of both blocks, 10 GB in full size."""
-    values = cut_config(config, KINDS)
+def write_blocks(out: Path, config: Path, kinds: Sequence[str], *, seed: int, device: str) -> None:
+    """Write the checkpoint of blocks of these kinds, 5 GB each in full size."""
+    values = cut_config(config, kinds)
     generator = torch.Generator(device).manual_seed(seed)
     write(out, values, lambda name, shape: _pieces(name, shape, generator, device))
 

@@ -4,8 +4,8 @@
     q38 synth tiny tiny/trained --trained && q38 split-ple tiny/trained -o tiny/ple
     python -m benchmarks.quantize_methods tiny/trained --ple tiny/ple --work tiny/methods
 
-Only the routed experts are at 2 bits; the dense matrices are as the recipe "tiny" has them. The floor is the source
-in bfloat16. Each seed draws other calibration rows and other noise.
+Only the routed experts are at 2 bits ("W8": at 8); the dense matrices are as the recipe "tiny" has them. The floor is
+the source in bfloat16. Each seed draws other calibration rows and other noise.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from q38.checkpoint.index import read_json
 from q38.hf.load import load_model, load_tokenizer
 from q38.model.shape import ModelShape
 from q38.model.text import load_texts, pack_tokens
+from q38.quantize.calibration import calibration_tokens
 from q38.quantize.driver import quantize
-from q38.recipe.schema import parse_recipe
+from q38.recipe.schema import Calibration, parse_recipe
 
 ROWS: dict[str, dict[str, Any]] = {
     "rtn": {"method": "rtn"},
@@ -34,6 +35,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "autoround alg_ext": {"method": "autoround", "alg_ext": True},
     "expert-local": {"method": "expert-local"},
     "expert-local-gsq": {"method": "expert-local-gsq"},
+    "W8 rtn": {"method": "rtn"},
+    "W8 autoround": {"method": "autoround", "alg_ext": False},
 }
 LENGTH = 128  # tokens of a calibration row
 TWICE = ("expert-local-gsq",)  # as in the methods' defaults, 400 steps for 200
@@ -45,7 +48,8 @@ def main() -> None:
     parser.add_argument("--ple", type=Path)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--rows", nargs="*", default=list(ROWS))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--text", default="stdlib")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument(
         "--iters", type=int, default=100, help="tuning steps; twice as many for expert-local-gsq"
     )
@@ -56,7 +60,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    ids = held_out(args.source)
+    ids = held_out(args.source, args.text)
     reference = log_chances(load_model(args.source, ple=args.ple, dtype=torch.float32), ids)
     source = compare(reference, reference, ids)
     floor = compare(reference, log_chances(load_model(args.source, ple=args.ple), ids), ids)
@@ -64,12 +68,14 @@ def main() -> None:
         f"{ids[:, 1:].numel()} positions, NLL of the source {source['nll']:.4f}, floor KL (bfloat16) {floor['kl']:.5f}"
     )
     table: dict[str, list[dict[str, float]]] = {name: [] for name in args.rows}
-    for seed in range(args.seeds):  # the outer loop, so that a run cut short has all methods
+    for seed in args.seeds:  # the outer loop, so that a run cut short has all methods
         for name in args.rows:
-            if seed == 0 or name != "rtn":  # which uses no data
+            if seed == 0 or "rtn" not in name.split():  # which uses no data
                 table[name].append(one(args, name, seed, reference, ids))
     print("\n| method | KL to the source | NLL | top-1 | seconds |\n|---|---|---|---|---|")
     for name, runs in table.items():
+        if not runs:
+            continue
         kl, nll, top1, seconds = ([run[key] for run in runs] for key in ("kl", "nll", "top1", "seconds"))
         each = " ".join(f"{value:.4f}" for value in kl)
         print(
@@ -78,9 +84,15 @@ def main() -> None:
         )
 
 
-def held_out(source: Path) -> torch.Tensor:
-    texts = load_texts("stdlib", "held_out")
+def held_out(source: Path, text: str) -> torch.Tensor:
+    texts = load_texts(text, "held_out")
     return pack_tokens(texts.texts, load_tokenizer(source), length=256, count=32, where="held out").ids
+
+
+def calibration(source: Path, text: str, samples: int, seed: int) -> torch.Tensor:
+    """What `one` calibrates on, by seed."""
+    recipe = Calibration(samples=samples, seqlen=LENGTH, seed=seed)
+    return calibration_tokens(load_texts(text, "calibration"), load_tokenizer(source), recipe)[0]
 
 
 def log_chances(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -110,9 +122,14 @@ def one(
         {
             "schema": "q38.recipe/1",
             "name": "methods",
-            "calibration": {"samples": args.samples, "seqlen": LENGTH, "seed": seed},
+            "calibration": {
+                "text": args.text,
+                "samples": args.samples,
+                "seqlen": LENGTH,
+                "seed": seed,
+            },
             "quantize": {
-                "bits": {"experts": 2, "gdn_in": 8, "shared_expert": 8},
+                "bits": {"experts": 8 if "W8" in name else 2, "gdn_in": 8, "shared_expert": 8},
                 "experts": {
                     **ROWS[name],
                     "iters": args.iters * (2 if name in TWICE else 1),
@@ -122,7 +139,7 @@ def one(
             },
         }
     )
-    out = args.work / "model"
+    out = args.work / f"model-{done.stem}"  # its own, so that several calls can run at once
     shutil.rmtree(out, ignore_errors=True)
     begun = time.process_time()
     quantize(args.source, out, recipe, ple=args.ple, threads=args.threads, device="cpu")

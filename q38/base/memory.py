@@ -1,9 +1,10 @@
-"""Host memory that this process can still take: of the machine, of its cgroup, and what it may lock."""
+"""Host memory that this process can still take, may lock, and has taken."""
 
 from __future__ import annotations
 
 import re
 import resource
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -46,6 +47,22 @@ def cgroup_memory(root: Path = CGROUP) -> tuple[int | None, int]:
     return tightest
 
 
+def resident_memory() -> int:
+    """Bytes of this process in memory now."""
+    return _status("VmRSS")
+
+
+def reset_peak() -> None:
+    """Begin to measure the peak anew; where the system forbids that, it counts from the start of the process."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int:
+    """The most bytes of this process in memory since `reset_peak`."""
+    return _status("VmHWM")
+
+
 def _may_lock_freely() -> bool:
     try:
         text = Path("/proc/self/status").read_text()
@@ -86,3 +103,10 @@ def _number(file: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -166,10 +166,27 @@ def dequantize(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor
             f"qweight {list(qweight.shape)}, qzeros {list(qzeros.shape)} and scales {list(scales.shape)} "
             f"do not belong together at {bits} bits"
         )
-    codes = unpack(qweight, bits, k).view(groups, k // groups, n).to(torch.float32)  # [G, g, N]
-    zeros = unpack_zeros(qzeros, bits).to(torch.float32)  # [G, N]
-    weight = (codes - zeros[:, None]) * scales.to(torch.float32)[:, None]
-    return weight.view(k, n).t().contiguous()
+    zeros, scale = (
+        t.t().contiguous().to(torch.float32).unsqueeze(-1) for t in (unpack_zeros(qzeros, bits), scales)
+    )  # [N, G, 1]
+    weight = _rows(qweight, bits, k).view(n, groups, k // groups)
+    return weight.sub_(zeros).mul_(scale).view(n, k)
+
+
+def _rows(words: torch.Tensor, bits: int, k: int) -> torch.Tensor:
+    """Codes as float32 [N, K] from int32 [K * bits / 32, N]: one look-up a byte where bytes hold whole codes."""
+    import torch
+
+    if 8 % bits:
+        return unpack(words, bits, k).t().contiguous().to(torch.float32)
+    data = words.t().contiguous().view(-1).view(torch.uint8)  # [N * K * bits / 8], little-endian
+    if bits == 8:
+        return data.to(torch.float32)
+    # The codes of a byte as one value of as many bytes: PyTorch gathers single values much faster than short rows.
+    table = torch.arange(256, device=words.device)[:, None] >> torch.arange(0, 8, bits, device=words.device)
+    codes = (table & ((1 << bits) - 1)).to(torch.float32)  # [256, 8 / bits]
+    joined = codes.view(torch.complex128 if bits == 2 else torch.complex64).view(-1)
+    return joined.index_select(0, data.to(torch.int32)).view(torch.float32)
 
 
 def codes_per_step(bits: int) -> int:

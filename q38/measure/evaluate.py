@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from q38.base.errors import InputError
+from q38.base.memory import peak_memory, reset_peak, resident_memory
 from q38.base.progress import SILENT, Progress
 from q38.base.units import format_bytes
 from q38.checkpoint.index import read_json
@@ -179,7 +180,6 @@ def _measure(
     import torch
 
     from q38.measure.classes import token_classes
-    from q38.measure.needs import peak_memory, reset_peak, resident_memory
     from q38.measure.quality import compare, quality_part
     from q38.measure.streamed import streamed
 

@@ -16,9 +16,7 @@ On a GPU block, activations and heads lie there, and the host holds streams, hid
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,26 +127,3 @@ def _remedy(need: Need) -> str:
     if not need.on_disk and need.streams > need.host // 2:
         return "give --report DIR, so that the residual streams lie on disk, or fewer --tokens"
     return "free memory, or give fewer --tokens and shorter sequences"
-
-
-def resident_memory() -> int:
-    """Bytes of this process in memory now."""
-    return _status("VmRSS")
-
-
-def reset_peak() -> None:
-    """Begin to measure the peak anew; where the system forbids that, it counts from the start of the process."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory() -> int:
-    """The most bytes of this process in memory since `reset_peak`."""
-    return _status("VmHWM")
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    return 0

@@ -23,6 +23,7 @@ from q38.base.errors import CheckFailed, InputError
 from q38.checkpoint.packing import PackedMatrix
 from q38.model.names import Group, classify, layer_of
 from q38.quantize.adjustments import Run, adjusted
+from q38.quantize.coverage import counted
 from q38.quantize.plan import Plan
 from q38.quantize.torch_state import compute_dtype, fixed_torch
 from q38.recipe.bits import PACKING
@@ -47,6 +48,7 @@ def tune(
     scratch: Path,
     device: str,
     threads: int,
+    counts: dict[int, list[int]],
 ) -> None:
     """Tune every block that `run.state` has not finished yet.
 
@@ -57,6 +59,7 @@ def tune(
         scratch: directory for AutoRound's temporary files.
         device: AutoRound's device map, for example "cpu", "0" or "0,1".
         threads: CPU threads; results differ in the last bit between thread counts.
+        counts: filled with the tokens of each expert of a block, before the sink gets the block.
 
     Raises:
         CheckFailed: AutoRound resolved a module to another width than planned; nothing was tuned.
@@ -67,7 +70,8 @@ def tune(
         "AR_WORK_SPACE": str(scratch),  # else it makes a directory where it was called
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic products on CUDA
     }
-    with settings.exported(variables), adjusted(run), _global_state(), fixed_torch(threads):
+    watch = counted(counts, experts=plan.shape.num_experts, tokens=ids.numel())
+    with settings.exported(variables), adjusted(run), watch, _global_state(), fixed_torch(threads):
         compressor = build(source, plan, recipe, ids, device=device)
         compressor.output_dir = compressor.compress_context.output_dir = str(scratch)
         compressor.shard_writer = _Writer(sink)

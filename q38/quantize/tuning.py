@@ -6,13 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from q38.checkpoint.job import Job, package_versions
 from q38.checkpoint.packing import PackedMatrix
+from q38.checkpoint.source import SourceWeights
 from q38.checkpoint.writer import FileRecord
+from q38.model.names import EXPERT
 from q38.quantize import autoround
 from q38.quantize.adjustments import Run, require_supported
 from q38.quantize.blockstate import BlockState
-from q38.quantize.calibrated import Calibrated, Clock, report
+from q38.quantize.calibrated import Calibrated, Meter, report
+from q38.quantize.local import grid
+from q38.quantize.local.tokens import coverage
 from q38.quantize.method import Work
 from q38.quantize.runlog import logged_to, named_in
 from q38.quantize.shards import write_shard
@@ -49,15 +55,24 @@ class Tuning(Calibrated):
             return
         ids = self.tokens(job)
         records: dict[int, FileRecord] = {}
-        clock = Clock(last + 1 - done)
+        counts: dict[int, list[int]] = {}
+        meter = Meter(last + 1 - done, self.device)
 
         def sink(block: int, matrix: Callable[[str], PackedMatrix]) -> None:
-            records[block] = write_shard(work.out, blocks[block], work.source, matrix)
+            few = set(self._few(counts[block]))
+
+            def chosen(module: str) -> PackedMatrix:
+                match = EXPERT.match(module)
+                return self._searched(module) if match and int(match["expert"]) in few else matrix(module)
+
+            records[block] = write_shard(work.out, blocks[block], work.source, chosen)
 
         def finished(block: int) -> None:
-            outcome = {**log.take_loss(), "seconds": clock.lap()}
+            own = counts[block]
+            seen = {"coverage": coverage(own), "tokens": own, "fallback": self._few(own)}
+            outcome = {**log.take_loss(), **meter.lap(), **seen}
             job.commit(blocks[block].unit, files={blocks[block].file: records[block]}, result=outcome)
-            work.progress.say(report(block, len(blocks), outcome, clock.eta))
+            work.progress.say(report(block, len(blocks), outcome, meter.eta))
             task.advance(1)
             if block == last and last + 1 < len(blocks):
                 raise autoround.Stop
@@ -75,7 +90,7 @@ class Tuning(Calibrated):
                 total=len(blocks),
                 seed=work.recipe.calibration.seed,
                 finished=finished,
-                started=clock.restart,
+                started=meter.restart,
             )
             autoround.tune(
                 work.source.path,
@@ -87,6 +102,7 @@ class Tuning(Calibrated):
                 scratch=job.state,
                 device=self.device,
                 threads=self.threads,
+                counts=counts,
             )
 
     def facts(self) -> dict[str, Any]:
@@ -99,3 +115,18 @@ class Tuning(Calibrated):
             "seqlen": recipe.calibration.seqlen,
             "batch_size": recipe.quantize.experts.batch_size,
         }
+
+    def _few(self, counts: list[int]) -> list[int]:
+        """Experts with too few tokens to be tuned on."""
+        least = self.work.recipe.quantize.experts.min_tokens
+        return [e for e, n in enumerate(counts) if n < least]
+
+    def _searched(self, module: str) -> PackedMatrix:
+        """Optimal RTN of one matrix of the source: the scales with the least squared error of the weights."""
+        bits, size = self.work.plan.bits[module], self.work.plan.group_size
+        weights = SourceWeights(self.work.source)
+        shape = weights.shape(module)
+        assert shape is not None  # the plan found it
+        weight = weights.rows(module, 0, shape[0])
+        scale = grid.search(weight, torch.ones(shape[1]), bits, size)
+        return grid.packed(grid.nearest(weight, scale, bits), scale, bits)

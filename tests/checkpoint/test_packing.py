@@ -82,6 +82,31 @@ def test_dequantize_follows_its_formula_with_negative_scales(bits: int) -> None:
         assert weight[column, row].item() == level * scales[group_of, column].float().item()
 
 
+@settings(deadline=None, max_examples=40)
+@given(bits=st.sampled_from(WIDTHS), groups=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
+def test_dequantize_gives_the_bits_of_the_formula_on_unpacked_codes(
+    bits: int, groups: int, seed: int
+) -> None:
+    n, size = 32, 32
+    codes, zeros = (
+        random_codes(groups * size, n, bits, seed),
+        random_codes(groups, n, bits, seed ^ 1).int() + 1,
+    )
+    scales = torch.randn(groups, n, generator=torch.Generator().manual_seed(seed)).to(torch.float16)
+    level = codes.view(groups, size, n).float() - zeros.float()[:, None]  # [G, g, N]
+    wanted = (level * scales.float()[:, None]).view(-1, n).t()
+    assert torch.equal(dequantize(pack(codes, bits), pack_zeros(zeros, bits), scales, bits), wanted)
+
+
+@widths
+def test_a_part_of_the_columns_dequantizes_as_it_does_in_the_whole(bits: int) -> None:
+    matrix = pack(random_codes(64, 96, bits, 4), bits), symmetric_zeros(2, 96, bits)
+    scales = torch.randn(2, 96, generator=torch.Generator().manual_seed(5)).to(torch.float16)
+    whole = dequantize(*matrix, scales, bits)
+    part = dequantize(matrix[0][:, 32:64], symmetric_zeros(2, 32, bits), scales[:, 32:64], bits)
+    assert torch.equal(part, whole[32:64])
+
+
 def test_two_bit_levels_are_minus_two_to_one_times_the_scale() -> None:
     codes = torch.arange(4, dtype=torch.uint8).repeat(4)[:, None].repeat(1, 16)  # [16, 16]
     weight = dequantize(pack(codes, 2), symmetric_zeros(1, 16, 2), torch.full((1, 16), 0.5), 2)

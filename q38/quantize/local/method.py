@@ -15,10 +15,10 @@ from q38.base.progress import Task
 from q38.base.units import format_bytes
 from q38.checkpoint.job import Job
 from q38.checkpoint.packing import PackedMatrix
-from q38.checkpoint.writer import FileRecord, write_json
+from q38.checkpoint.writer import FileRecord
 from q38.model.names import EXPERT
 from q38.quantize.blockstate import BlockState
-from q38.quantize.calibrated import Calibrated, Clock, report
+from q38.quantize.calibrated import Calibrated, Meter, report
 from q38.quantize.local.block import outputs, quantize_experts, summary
 from q38.quantize.local.memory import Sizes, experts_at_once, free_bytes
 from q38.quantize.local.settings import Settings
@@ -28,7 +28,6 @@ from q38.quantize.method import Work
 from q38.quantize.shards import write_shard
 from q38.quantize.torch_state import compute_dtype, fixed_torch
 
-COVERAGE = "coverage.json"
 _CACHES = 3  # one chain of activations, the new file written before the old one goes, and a block's experts
 
 
@@ -81,16 +80,16 @@ class LocalTuning(Calibrated):
                 dtype=compute_dtype(self.device), device=self._devices[0],
             )  # fmt: skip
             self._at_once = self._batch_size(job, ids)
-            clock, store = Clock(last + 1 - done), Store(job.state)
+            meter, store = Meter(last + 1 - done, self.device), Store(job.state)
             record: FileRecord | None = None
             outcome: dict[str, Any] = {}
 
             def finished(block: int) -> None:
                 # Called once the activations are safe, and before those of the block before go.
                 assert record is not None
-                outcome["seconds"] = clock.lap()
+                outcome.update(meter.lap())
                 job.commit(blocks[block].unit, files={blocks[block].file: record}, result=outcome)
-                work.progress.say(report(block, len(blocks), outcome, clock.eta))
+                work.progress.say(report(block, len(blocks), outcome, meter.eta))
 
             state = BlockState(
                 job.state, done=done, total=len(blocks), seed=self._settings.seed, finished=finished
@@ -110,19 +109,10 @@ class LocalTuning(Calibrated):
             "seqlen": calibration.seqlen,
         }
 
-    def extra_files(self, job: Job) -> dict[str, FileRecord]:
-        lists = {
-            str(shard.block): {key: job.done[shard.unit]["result"][key] for key in ("tokens", "fallback")}
-            for shard in self.work.plan.blocks
-        }
-        return {COVERAGE: write_json(self.work.out / COVERAGE, lists)}
-
     def _block(
         self, walk: Walk, block: int, states: list[torch.Tensor], store: Store, task: Task
     ) -> tuple[list[torch.Tensor], FileRecord, dict[str, Any]]:
-        plan, device = self.work.plan, self._devices[0]
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        plan = self.work.plan
         half = walk.half(block, states)
         counts = half.routed.counts
         experts = quantize_experts(
@@ -136,8 +126,6 @@ class LocalTuning(Calibrated):
             finished=task.advance,
         )
         outcome = {**summary(experts, counts, self._settings), "tokens": counts}
-        if device.type == "cuda":
-            outcome["device_peak"] = torch.cuda.max_memory_allocated(device)
         record = write_shard(
             self.work.out,
             plan.blocks[block],

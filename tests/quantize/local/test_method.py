@@ -7,8 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from q38.checkpoint.index import Checkpoint
 from q38.checkpoint.packing import PackedMatrix, dequantize
 from q38.model.names import LAYERS
 from q38.quantize.driver import quantize
+from q38.quantize.local.block import quantize_batch, quantize_experts
 from q38.quantize.rtn import round_to_nearest
 from q38.recipe.schema import Recipe
 from tests.quantize.test_resume import SUICIDE, done
@@ -99,6 +102,30 @@ def test_killed_inside_a_batch_and_inside_the_activations_it_goes_on_bit_for_bit
     assert same_files(finished, out)
     assert (out / "coverage.json").read_text() == (finished / "coverage.json").read_text()
     assert not (out / ".q38").exists()
+
+
+def test_two_devices_write_the_bytes_of_one(
+    tiny_source: Path,
+    tiny_ple: Path,
+    recipe: Recipe,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: set[str] = set()
+
+    def split(*args: Any, **kwargs: Any) -> Any:
+        return quantize_experts(*args, **{**kwargs, "devices": [torch.device("cpu")] * 2})
+
+    def watched(*args: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return quantize_batch(*args)
+
+    monkeypatch.setattr("q38.quantize.local.method.quantize_experts", split)
+    monkeypatch.setattr("q38.quantize.local.block.quantize_batch", watched)
+    quantize(tiny_source, tmp_path / "out", recipe, ple=tiny_ple)
+    assert len(threads) > 1
+    assert same_files(finished, tmp_path / "out")
 
 
 @pytest.mark.parametrize("method", ["opt-rtn", "expert-local-gsq"])
