@@ -19,7 +19,7 @@ from q38.base.process import end_with_parent
 # In the order of the pipeline, which is also the order of `q38 --help`.
 VERBS = (
     "run", "doctor", "synth", "inspect", "plan", "split_ple", "quantize", "requant_int8", "tune_triton", "build_placement",
-    "patch_sglang", "serve", "verify", "bench", "oracle",
+    "patch_sglang", "serve", "verify", "bench", "oracle", "release",
 )  # fmt: skip
 
 

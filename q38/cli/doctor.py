@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from q38.base.errors import InputError
 from q38.cli.app import app
 from q38.cli.console import Console, DebugFlag, JsonFlag, session
 
@@ -30,6 +31,21 @@ def doctor(
         Path | None,
         typer.Option(help="Directory whose disk is looked at; default: the current one.", show_default=False),
     ] = None,
+    ple: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a split n-gram table: read random rows of it for a second and say what its disk allows.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --ple: directory whose config.json says how many rows a token takes; default: the table's "
+            "parent, else the release.",
+            show_default=False,
+        ),
+    ] = None,
     json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
@@ -40,6 +56,8 @@ def doctor(
     with session(json_mode=json, debug=debug) as console:
         from q38.serving import doctor as checks
 
+        if model is not None and ple is None:
+            raise InputError("is for --ple", where="--model", remedy="give both, or neither")
         report = checks.examine(path)
         if require is not None:
             checks.require(report, require)
@@ -48,7 +66,23 @@ def doctor(
         verbs = [verb for verb in report.verbs if require in (None, verb)]
         console.table(("verb", "state", "has"), [_verb_row(report, verb) for verb in verbs])
         _print_lacks(console, report, verbs)
-        console.emit(report.to_dict())
+        probed = None if ple is None else _probe(console, ple, model)
+        console.emit({**report.to_dict(), **({"ple": probed} if probed else {})})
+
+
+def _probe(console: Console, directory: Path, model: Path | None) -> dict[str, Any]:
+    from q38.ple.probe import probe_table, rows_per_token
+
+    found = probe_table(directory, rows_per_token=rows_per_token(directory, model))
+    how = f"{found.depth} at a time, past the page cache" if found.direct else "through the page cache"
+    console.print(
+        f"\nn-gram table: {found.iops:,.0f} random rows/s ({how}), enough for {found.tokens_per_s:,.0f} prompt tokens/s; "
+        f"one row alone {found.p50_ms:.3f} ms (p99 {found.p99_ms:.3f}), the {found.rows_per_token} rows of a token "
+        f"{found.step_ms:.3f} ms"
+    )
+    if found.sparse:
+        console.print("advice: the file has holes, which no disk is asked for: these rates mean nothing")
+    return found.to_dict()
 
 
 def _verb_row(report: Report, verb: str) -> tuple[str, str, str]:

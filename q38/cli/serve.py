@@ -114,7 +114,16 @@ def start(
     ] = None,
     kv: Annotated[
         str | None,
-        typer.Option(help="sglang: KV cache format, bf16 or fp8; default: fp8 on a GPU.", show_default=False),
+        typer.Option(
+            help="sglang: KV cache format, bf16, fp8, int8, int8ring_int4, int4, or auto; default: fp8 on a GPU, bf16 elsewhere.",
+            show_default=False,
+        ),
+    ] = None,
+    kv_ring: Annotated[
+        int | None,
+        typer.Option(
+            help="sglang: newest tokens that int8ring_int4 keeps in INT8; default: 8192.", show_default=False
+        ),
     ] = None,
     profile: Annotated[
         Path | None,
@@ -130,6 +139,25 @@ def start(
             help="sglang: keep the cache of finished requests for prompts that begin alike; default: off.",
             show_default=False,
         ),
+    ] = None,
+    resident: Annotated[
+        int | None,
+        typer.Option(
+            help="sglang: experts of each layer that start in GPU memory; default: as many as fit.",
+            show_default=False,
+        ),
+    ] = None,
+    return_routes: Annotated[
+        bool | None,
+        typer.Option(
+            "--return-routes",
+            help="sglang: answers can name the experts that each token chose, for q38 build-placement --server.",
+            show_default=False,
+        ),
+    ] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(help="sglang: GPUs that share the model; only 1 is possible.", show_default=False),
     ] = None,
     json: JsonFlag = False,
     debug: DebugFlag = False,
@@ -156,6 +184,10 @@ def start(
             kv,
             profile,
             prefix_cache,
+            kv_ring,
+            resident=resident,
+            return_routes=return_routes,
+            tp=tp,
         )
         options = ServeOptions(model, ple, engine, host, port, name, api_key, log, start_timeout, settings)
         if dry_run:

@@ -66,4 +66,4 @@ def tiny(
         console.emit({"out": str(out), "dry_run": dry_run, **result})
 
 
-from q38.cli import synth_sparse  # noqa: E402, F401
+from q38.cli import synth_full, synth_sparse  # noqa: E402, F401

@@ -208,6 +208,21 @@ class KvTiers:
         self.ring_scales = INT8_G64.scales(ring, heads, dim, device)
         self.owner = torch.full((ring,), -1, dtype=torch.int32, device=device) if owner is None else owner
 
+    @classmethod
+    def over(
+        cls,
+        payload: torch.Tensor,
+        scales: torch.Tensor,
+        ring_payload: torch.Tensor,
+        ring_scales: torch.Tensor,
+        owner: torch.Tensor,
+    ) -> KvTiers:
+        """The same over buffers that are there already."""
+        tiers = cls.__new__(cls)
+        tiers.payload, tiers.scales = payload, scales
+        tiers.ring_payload, tiers.ring_scales, tiers.owner = ring_payload, ring_scales, owner
+        return tiers
+
 
 def _launch_write(
     rows: torch.Tensor,

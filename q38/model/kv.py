@@ -18,17 +18,17 @@ FORMATS: dict[str, tuple[int, int, int]] = {
 }
 
 
-def kv_bytes_per_token(shape: ModelShape, kv_format: str, *, context: int) -> float:
+def kv_bytes_per_token(shape: ModelShape, kv_format: str, *, context: int, ring: int = RING_SLOTS) -> float:
     """Keys, values and indexer keys of one token over all attention layers, in bytes.
 
-    The tiered format holds INT4 for every token and INT8 for the newest RING_SLOTS, so its share
+    The tiered format holds INT4 for every token and INT8 for the newest `ring`, so its share
     per token depends on `context`. Indexer keys stay bf16, one per `indexer_compress_ratio` tokens.
     """
     layers = len(shape.attention_layers)
     index = layers * shape.indexer_kv_heads * shape.indexer_head_dim * 2 / shape.indexer_compress_ratio
     size = layers * _layer_bytes(shape, kv_format)
     if kv_format == "int8ring_int4":
-        size += layers * _layer_bytes(shape, "int8") * min(RING_SLOTS, context) / context
+        size += layers * _layer_bytes(shape, "int8") * min(ring, context) / context
     return size + index
 
 

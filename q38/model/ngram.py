@@ -11,6 +11,7 @@ Source of the formula: transformers' Qwen4ExpTextNGramEmbedding, checked against
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -39,6 +40,7 @@ def head_sizes(shape: NgramShape, index: int = 0) -> tuple[int, ...]:
     return tuple(sizes[skip:])
 
 
+@lru_cache(maxsize=8)
 def head_offsets(shape: NgramShape, index: int = 0) -> tuple[int, ...]:
     """First row of each head."""
     return (0, *accumulate(head_sizes(shape, index)[:-1]))
@@ -49,6 +51,7 @@ def table_rows(shape: NgramShape, index: int = 0) -> int:
     return -(-sum(head_sizes(shape, index)) // shape.divisor) * shape.divisor
 
 
+@lru_cache(maxsize=8)
 def multipliers(shape: ModelShape, index: int = 0) -> tuple[int, ...]:
     """Odd multipliers of the hash, one per position of the n-gram, drawn from the seed by splitmix64.
 
@@ -96,6 +99,26 @@ def row_ids(tokens: NDArray[np.int64], shape: ModelShape, index: int = 0) -> NDA
         span = slice(first, first + ngram.heads_per_ngram)
         heads.append(np.remainder(mixed[..., None], np.array(sizes[span])) + np.array(offsets[span]))
     return np.concatenate(heads, axis=-1)
+
+
+def last_row_ids(tokens: Sequence[int], shape: ModelShape, index: int = 0) -> list[int]:
+    """`row_ids` of the last token alone, in plain Python: one token a step is too little for arrays.
+
+    Args:
+        tokens: the last `ngram_size` tokens of a text, or all of a shorter one.
+    """
+    ngram = _ngram(shape)
+    eos = shape.eos_token_id
+    assert eos is not None
+    factors, sizes, offsets = multipliers(shape, index), head_sizes(ngram, index), head_offsets(ngram, index)
+    mixed, rows, open_text = tokens[-1] * factors[0], [], True
+    for n in range(2, ngram.ngram_size + 1):
+        token = tokens[-n] if open_text and n <= len(tokens) else eos
+        open_text = open_text and token != eos
+        mixed ^= token * factors[n - 1]
+        for head in range((n - 2) * ngram.heads_per_ngram, (n - 1) * ngram.heads_per_ngram):
+            rows.append(mixed % sizes[head] + offsets[head])
+    return rows
 
 
 def _shift(tokens: NDArray[np.int64], by: int, eos: int) -> NDArray[np.int64]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from q38.base.errors import InputError
 from q38.checkpoint.header import ITEM_BITS
@@ -112,12 +113,36 @@ class PleTable:
             return torch.empty(0, self.dim, dtype=torch.bfloat16)
         if unique[0] < 0 or unique[-1] >= self.num_rows:
             raise ValueError(f"row {int(unique[-1])} of a table of {self.num_rows} rows")
-        wanted = unique.tolist()
-        data = self._read([self._place(i) for i in wanted], self._row_bytes, wanted)
-        stored = torch.frombuffer(data, dtype=to_torch_dtype(self.dtype)).view(-1, self.dim)
-        scale = self.scale if self._row_scales is None else self._read_scales(self._row_scales, wanted)
-        values = stored if scale is None else dequantize(stored, scale)  # [unique, dim]
+        wanted = unique.numpy()
+        values = self.values(self.stored(wanted), wanted.tolist())  # [unique, dim]
         return values[inverse]
+
+    @property
+    def row_bytes(self) -> int:
+        """Stored bytes of a row."""
+        return self._row_bytes
+
+    @property
+    def file(self) -> Path | None:
+        """The one file that holds all rows from its first byte on; None where they are spread over several."""
+        segment = self._segments[0]
+        return segment.file if len(self._segments) == 1 and segment.offset == 0 else None
+
+    def stored(self, ids: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Rows as they are stored, through the page cache: uint8 [n, row_bytes].
+
+        Args:
+            ids: ascending, without repeats, inside the table.
+        """
+        wanted = ids.tolist()
+        data = self._read([self._place(i) for i in wanted], self._row_bytes, wanted)
+        return np.frombuffer(data, np.uint8).reshape(-1, self._row_bytes)
+
+    def values(self, stored: NDArray[np.uint8], ids: list[int]) -> torch.Tensor:
+        """bfloat16 [n, dim] of rows as they are stored: the stored value, or code * scale rounded once."""
+        codes = torch.from_numpy(stored).view(to_torch_dtype(self.dtype))
+        scale = self.scale if self._row_scales is None else self._read_scales(self._row_scales, ids)
+        return codes if scale is None else dequantize(codes, scale)
 
     def close(self) -> None:
         """Close the files; a later lookup opens them again."""

@@ -29,11 +29,15 @@ from q38.recipe.schema import Recipe, load_recipe
 class Reserve:
     """Memory that no tensor list shows, in bytes."""
 
-    cuda_context: int = GIB  # REPORTED: driver, allocator and library workspaces of one server process
-    graphs: int = 128 * MIB  # REPORTED: decode graph pool
-    host_process: int = 3 * GIB  # REPORTED: Python heap of the scheduler after load
+    # MEASURED on an H200 (docs/performance.md): 0.77 GiB before loading, 0.32 of kernels and their buffers, 0.23 of tables.
+    cuda_context: int = 1376 * MIB
+    graphs: int = 256 * MIB  # MEASURED there: 0.25 GiB for one decode graph and its workspaces
+    host_process: int = 3 * GIB  # MEASURED there: 3.1 GB of three processes beside the pinned rows
     host_system: int = 4 * GIB  # operating system, desktop-less
     page_cache: int = 2 * GIB  # n-gram rows that decode reads again
+
+
+_SCORES = 128 * MIB  # SGLang 0.5.23 scores a long chunk in pieces of this size (qsa_indexer.py)
 
 
 @dataclass(frozen=True)
@@ -204,12 +208,16 @@ def machine_plan(
     context: int,
     kv_format: str,
     sequences: int = 1,
+    states: int | None = None,
     chunk: int = 2048,
     reserve: Reserve | None = None,
 ) -> MachinePlan:
     """Split the expert rows between VRAM and pinned host memory.
 
     Every row lies in exactly one place, so rows that do not fit VRAM must fit the host.
+
+    Args:
+        states: GDN states on the GPU; as many as sequences by default.
 
     Raises:
         ResourceError: the dense part does not fit the GPU, or the cold rows do not fit the host;
@@ -222,8 +230,8 @@ def machine_plan(
     gpu = {
         "dense weights": cost.tensor_bytes - expert_bytes - vision,
         "KV cache": math.ceil(kv_bytes_per_token(shape, kv_format, context=context) * context) * sequences,
-        "GDN state": gdn_state_bytes(shape) * sequences,
-        "prefill working set": _working_set(shape, chunk, cost.row_bytes),
+        "GDN state": gdn_state_bytes(shape) * ((states or sequences) + 1),  # SGLang pads by one slot
+        "prefill working set": _working_set(shape, chunk, context),
         "CUDA context": reserve.cuda_context,
         "CUDA graphs": reserve.graphs,
     }
@@ -268,15 +276,23 @@ def machine_plan(
     )
 
 
-def _working_set(shape: ModelShape, chunk: int, row_bytes: int) -> int:
-    """Activations of one prefill chunk and a staging buffer for one layer's cold rows.
+def _working_set(shape: ModelShape, chunk: int, context: int) -> int:
+    """Activations of one prefill chunk, at the end of the longest context.
 
-    Counted: the wide residual stream twice (bf16), routed activations of every chosen expert
-    (gate, up, product and output), and half a layer of expert rows in flight.
+    Counted, in bf16: the wide residual stream six times; gate, up, product, output and their packed copies of every chosen
+    expert; the projections of a Gated DeltaNet layer seven times and its states, one every 64 tokens; the keys and values
+    of one attention layer, gathered; and the scores of the indexer, float32, twice, as far as SGLang lets them grow. MEASURED at a chunk of 2,048 and a context
+    of 10,000: 738 MiB on an H200 (docs/performance.md), 789 MiB by this formula.
     """
-    stream = 2 * chunk * shape.hc_count * shape.hidden_size * 2
-    routed = chunk * shape.num_experts_per_tok * (3 * shape.moe_intermediate_size + shape.hidden_size) * 2
-    return stream + routed + shape.num_experts // 2 * row_bytes
+    stream = 6 * chunk * shape.hc_count * shape.hidden_size * 2
+    routed = chunk * shape.num_experts_per_tok * (3 * shape.moe_intermediate_size + 2 * shape.hidden_size) * 2
+    values = shape.linear_num_value_heads * shape.linear_value_head_dim
+    gdn = chunk * values * 2 * 7 + chunk // 64 * values * shape.linear_key_head_dim * 2
+    attention = 2 * shape.num_key_value_heads * shape.head_dim * 2 * context if shape.attention_layers else 0
+    scores = (
+        2 * min(chunk * context // shape.indexer_compress_ratio * 4, _SCORES) if shape.attention_layers else 0
+    )
+    return stream + routed + gdn + attention + scores
 
 
 def _group_costs(packed: list[Expected], bits: Mapping[str, int]) -> list[GroupCost]:

@@ -92,7 +92,7 @@ class Experts(Section):
     batch_size: int = Field(8, ge=1, description="autoround: sequences per tuning step.")
     rows: int = Field(256, ge=1, description="expert-local: tokens per expert and tuning step.")
     min_tokens: int = Field(
-        64, ge=2, description="expert-local: an expert with fewer tokens gets a searched scale instead."
+        64, ge=2, description="Tuning: an expert with fewer tokens gets a searched scale instead."
     )
     max_tokens: int = Field(8192, ge=2, description="expert-local: tokens an expert is tuned on at most.")
     damp: float = Field(
@@ -203,8 +203,14 @@ class Bench(Section):
     contexts: list[int] = Field(
         default_factory=lambda: [128, 2048, 10_000], description="Prompt lengths in tokens."
     )
+    concurrency: list[int] = Field(default_factory=lambda: [1], description="Requests sent at once.")
+    prefix: tuple[Literal["cold", "warm"], ...] = Field(
+        ("cold", "warm"),
+        description="Prompts that the server has never seen, and the same ones with another question.",
+    )
     max_tokens: int = Field(64, ge=2, description="Tokens generated per request.")
-    repeats: int = Field(3, ge=1, description="Requests per prompt length; medians are reported.")
+    repeats: int = Field(3, ge=1, description="Measured rounds per prompt length; medians are reported.")
+    max_warmup: int = Field(4, ge=1, description="Rounds dropped at most, until the speed is steady.")
 
 
 class Recipe(Section):

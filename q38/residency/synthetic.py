@@ -61,6 +61,21 @@ def synthetic_trace(
     return Trace(ids, weights, experts)
 
 
+def selection_rates(
+    *,
+    layers: int,
+    experts: int,
+    top_k: int,
+    seed: int = 0,
+    skew: tuple[tuple[float, float], ...] = PUBLISHED_SKEW,
+) -> NDArray[np.float64]:
+    """[layers, experts]: the share of tokens that choose each expert, with the popularity of a trace of that seed."""
+    rng = np.random.default_rng(seed)
+    order = np.stack([rng.permutation(experts) for _ in range(layers)])  # which expert has which popularity
+    popularity = np.broadcast_to(_popularity(experts, skew), (layers, experts))
+    return np.take_along_axis(_inclusion(popularity, top_k), order, axis=1)
+
+
 def _popularity(experts: int, skew: tuple[tuple[float, float], ...]) -> NDArray[np.float64]:
     """Share of selections of each expert, hottest first: a concave curve through the given points."""
     x = np.array([0.0, *(p[0] for p in skew), 1.0])

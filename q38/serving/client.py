@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -34,12 +34,16 @@ class ServerError(Q38Error):
 
 @dataclass(frozen=True)
 class Delta:
-    """One piece of a streamed answer. `at` in seconds since the request was sent."""
+    """One piece of a streamed answer. `at` in seconds since the request was sent.
+
+    tokens: tokens generated up to this piece, None where the server does not count along.
+    """
 
     at: float
     text: str = ""
     reasoning: str = ""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
+    tokens: int | None = None
 
     @property
     def visible(self) -> bool:
@@ -50,6 +54,7 @@ class Delta:
 class Reply:
     """A whole answer. Token counts are the server's own; None where it sends none.
 
+    cached_tokens: prompt tokens that a prefix cache already had.
     deltas: the streamed pieces that carried something.
     end_s: seconds from sending the request to the piece with the finish reason.
     """
@@ -57,6 +62,7 @@ class Reply:
     finish_reason: str = ""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    cached_tokens: int | None = None
     end_s: float = 0.0
     deltas: list[Delta] = field(default_factory=list)
 
@@ -132,6 +138,14 @@ class Client:
             raise ServerError("the answer is not a list of models", where=where)
         return entries
 
+    def text(self, path: str, *, timeout_s: float = 5.0) -> str | None:
+        """What GET `path` answers; None where the server has no such page or does not answer in time."""
+        try:
+            response = self._http.get(path, timeout=timeout_s)
+        except httpx.HTTPError:
+            return None
+        return response.text if response.status_code == httpx.codes.OK else None
+
     def chat(
         self, messages: str | Sequence[Mapping[str, Any]], *, model: str | None = None, **options: Any
     ) -> Reply:
@@ -184,6 +198,39 @@ class Client:
         if not reply.finish_reason:
             raise ServerError("the answer broke off without a finish reason", where=where)
 
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at `path`. Raises as `models`."""
+        with self._errors(path) as where:
+            response = self._http.get(path)
+            _check_status(response, where)
+            return _json(response.text, where)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a JSON request and read its whole answer. Raises as `chat`."""
+        with self._errors(path) as where:
+            response = self._http.post(path, json=body)
+            _check_status(response, where)
+            return _json(_utf8(response.content, where), where)
+
+    def events(
+        self, path: str, body: Mapping[str, Any]
+    ) -> Generator[tuple[float, dict[str, Any]], None, None]:
+        """Send a JSON request and read its answer event by event, up to [DONE].
+
+        Yields:
+            (seconds since the request was sent, the event's JSON object).
+
+        Raises:
+            as `chat`; also ServerError for bytes that are not UTF-8, which `stream` would replace.
+        """
+        start = time.perf_counter()
+        with self._errors(path) as where, self._http.stream("POST", path, json=body) as response:
+            if response.status_code != httpx.codes.OK:
+                response.read()
+            _check_status(response, where)
+            for data in _events(_lines(response.iter_bytes(), where)):
+                yield time.perf_counter() - start, _json(data, where)
+
     @contextmanager
     def _errors(self, path: str) -> Iterator[str]:
         where = self.url + path
@@ -219,6 +266,24 @@ def _events(lines: Iterator[str]) -> Iterator[str]:
         yield value
 
 
+def _lines(blocks: Iterator[bytes], where: str) -> Iterator[str]:
+    held = b""
+    for block in blocks:
+        *lines, held = (held + block).split(b"\n")
+        for line in lines:
+            yield _utf8(line, where).rstrip("\r")
+    if held:
+        yield _utf8(held, where)
+
+
+def _utf8(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        wrong = data[error.start : error.start + 4]
+        raise ServerError(f"bytes that are not UTF-8: {wrong.hex(' ')}", where=where) from None
+
+
 def _read_chunk(chunk: dict[str, Any], at: float, reply: Reply, where: str) -> Delta:
     if "error" in chunk:
         raise ServerError(f"the server reports: {_error_message(chunk)}", where=where)
@@ -226,6 +291,7 @@ def _read_chunk(chunk: dict[str, Any], at: float, reply: Reply, where: str) -> D
         usage = chunk.get("usage")
         if usage:
             reply.prompt_tokens, reply.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if not chunk["choices"]:
             return Delta(at)
         choice = chunk["choices"][0]
@@ -234,7 +300,8 @@ def _read_chunk(chunk: dict[str, Any], at: float, reply: Reply, where: str) -> D
         delta = choice.get("delta") or {}
         # Two names in use for the same field: SGLang and transformers, then vLLM.
         reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-        return Delta(at, delta.get("content") or "", reasoning, tuple(delta.get("tool_calls") or ()))
+        tokens = usage["completion_tokens"] if usage else None
+        return Delta(at, delta.get("content") or "", reasoning, tuple(delta.get("tool_calls") or ()), tokens)
     except (KeyError, TypeError, AttributeError, IndexError):
         raise ServerError(f"not a chat completion chunk: {_clip(json.dumps(chunk))}", where=where) from None
 

@@ -55,12 +55,14 @@ class Launch:
 
     environment: variables beside this process's own.
     plan: lines for people, printed before loading; `figures` the same for JSON.
+    read_ahead: (file, begin, end) in bytes, for the kernel to read while the child is still importing.
     """
 
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     plan: list[str] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
+    read_ahead: list[tuple[Path, int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,12 @@ class Machine:
         """For JSON."""
         return {**asdict(self), "gpus": [asdict(gpu) for gpu in self.gpus]}
 
+    def to_record(self) -> dict[str, Any]:
+        """What stays the same from one hour to the next: for the record of a build."""
+        keys = ("system", "python", "cpu", "cores", "memory_total")
+        gpus = [{k: v for k, v in asdict(gpu).items() if k != "memory_free"} for gpu in self.gpus]
+        return {**{key: getattr(self, key) for key in keys}, "gpus": gpus}
+
 
 def probe(path: Path | None = None) -> Machine:
     """Probe this machine; `path` picks the disk (default: the current directory)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from q38.checkpoint.index import Checkpoint
 from q38.hf.load import load_model, load_tokenizer
 from q38.hf.unpack import unpacked_bytes
 
+_LOG = logging.getLogger(__name__)
 _REASONING = "<think>"
 
 
@@ -70,5 +72,5 @@ def compute_dtype(path: Path) -> torch.dtype:
     unpacked = unpacked_bytes(Checkpoint.open(path), torch.float32.itemsize)
     if units or not 0 < unpacked <= available_memory() // 4:
         return torch.bfloat16
-    print(f"weights unpacked to float32, {format_bytes(unpacked)}: this CPU has no bf16 units", flush=True)
+    _LOG.warning("this CPU has no bf16 units: weights unpacked to float32, %s", format_bytes(unpacked))
     return torch.float32

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from q38.base.errors import InputError
 from q38.checkpoint.index import Checkpoint
+from q38.serving.kv_choice import choose_kv
 from q38.serving.machine import CUDA_REMEDY, has_cuda_gpu
 from q38.serving.records import control_socket
 from q38.serving.requirements import lacking
-from q38.serving.sglang_plan import make_plan
+from q38.serving.sglang_plan import ServePlan, make_plan
 from q38.serving.sglang_settings import Resolved, command, environment, refuse_conflicts, resolve
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ def launch(options: ServeOptions) -> Launch:
     resolved = resolve(settings, checkpoint.config, where=str(options.model / "config.json"))
     if settings.profile is not None and not settings.profile.is_file():
         raise InputError("no such file", where=settings.profile, remedy="make it with q38 build-placement")
-    plan = make_plan(checkpoint, settings, resolved, options.ple)
+    resolved, plan = choose_kv(resolved, lambda chosen: make_plan(checkpoint, settings, chosen, options.ple))
     control = control_socket(options.port).resolve()
     if len(str(control)) > _SOCKET_NAME:
         raise InputError(
@@ -73,15 +75,35 @@ def launch(options: ServeOptions) -> Launch:
         reserve=plan.reserve,
         spare=plan.spare,
         control=str(control),
+        kv=resolved.stored_kv,
+        kv_ring=min(resolved.kv_ring, resolved.context),
+        kv_lazy=plan.kv_lazy,
+        kv_headroom=plan.kv_headroom,
+        kv_zeroed=bool(settings.kv_zeroed),
     )
     return Launch(
-        [sys.executable, "-m", "q38.serving.sglang_server", *_arguments(options, resolved, checkpoint)],
+        [
+            sys.executable,
+            "-m",
+            "q38.serving.sglang_server",
+            *_arguments(options, resolved, checkpoint, plan.static),
+        ],
         environment(resolved, extension.to_json()),
         plan.lines(),
         plan.to_dict(),
+        _read_ahead(checkpoint, plan),
     )
 
 
-def _arguments(options: ServeOptions, resolved: Resolved, checkpoint: Checkpoint) -> list[str]:
+def _read_ahead(checkpoint: Checkpoint, plan: ServePlan) -> list[tuple[Path, int, int]]:
+    """Every tensor that SGLang's own loader reads one by one, where the page cache has room for them beside the plan."""
+    from q38.sglang_ext.selection import for_sglang
+
+    found = list(checkpoint.match(lambda name: for_sglang(name, table_on_disk=True)))
+    room = plan.host.get("left", 0) + plan.host.get("n-gram page cache", 0)
+    return [(t.file, t.begin, t.end) for t in found] if sum(t.nbytes for t in found) <= room else []
+
+
+def _arguments(options: ServeOptions, resolved: Resolved, checkpoint: Checkpoint, static: float) -> list[str]:
     text_only = bool(checkpoint.config.get("language_model_only", False))
-    return command(options, resolved, language_model_only=text_only)
+    return command(options, resolved, language_model_only=text_only, static=static)

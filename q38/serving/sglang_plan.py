@@ -9,8 +9,9 @@ from typing import Any
 
 from q38.base.errors import InputError, ResourceError
 from q38.base.memory import available_memory
-from q38.base.units import format_bytes
+from q38.base.units import MIB, format_bytes
 from q38.checkpoint.index import Checkpoint
+from q38.kvcache.layout import KvLayout
 from q38.model.kv import gdn_state_bytes, kv_bytes_per_token
 from q38.model.names import Group, classify
 from q38.model.shape import ModelShape
@@ -19,6 +20,7 @@ from q38.recipe.budget import GroupCost, MachinePlan, Reserve, Sizes, expert_row
 from q38.serving.machine import probe_gpus
 from q38.serving.sglang_settings import Resolved, SglangSettings
 
+_GRANULE = 2 * MIB  # of mapped device memory
 _SPARE = 16  # row slots kept free on both sides, so that rows can be exchanged
 
 
@@ -28,6 +30,9 @@ class ServePlan:
 
     device_rows: expert rows that start in device memory; fewest_device_rows: the fewest there can be. spare: free row slots on either side.
     reserve: bytes of device memory that rows leave to the rest.
+    kv: format of the KV cache; kv_bytes: bytes a token. kv_lazy: its memory is mapped as it is needed, which the
+        experts use until then; kv_headroom: device memory that stays free for a step meanwhile.
+    static: share of the device memory free at start for all that stays allocated; the rest is working memory.
     """
 
     device: dict[str, int]
@@ -38,6 +43,11 @@ class ServePlan:
     fewest_device_rows: int
     spare: int
     reserve: int
+    kv: str = "bf16"
+    kv_bytes: float = 0.0
+    kv_lazy: bool = False
+    kv_headroom: int = 0
+    static: float = 0.95
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -51,9 +61,13 @@ class ServePlan:
             for place, parts in places
             if parts
         ]
-        return (
-            [*told, f"expert rows: {self.device_rows} of {self.rows} in GPU memory"] if self.device else told
-        )
+        kv = f"KV cache: {self.kv}, {self.kv_bytes:,.0f} bytes a token"
+        if not self.device:
+            return [*told, kv]
+        rows = f"expert rows: {self.device_rows} of {self.rows} in GPU memory"
+        if self.kv_lazy and self.device_rows > self.fewest_device_rows:
+            rows += f", {self.fewest_device_rows} once the whole context is in use"
+        return [*told, kv, rows]
 
 
 def make_plan(
@@ -77,20 +91,80 @@ def make_plan(
     if resolved.device == "cpu":
         return _on_cpu(shape, resolved, dense, rows, row_bytes, ram, disk)
     machine = _on_gpu(checkpoint, groups, settings, resolved, dense, row_bytes, ram)
-    device_rows = max(machine.resident_per_layer * shape.num_layers - _SPARE, 0)
+    resident = _resident(settings, machine, shape, row_bytes)
+    fewest = max(resident * shape.num_layers - _SPARE, 0)
+    # Until the cache takes that memory, it holds experts.
+    later = _mapped_later(shape, resolved)
     reserve = sum(
         n for what, n in machine.gpu.items() if what not in ("resident expert rows", "dense weights")
     )
+    working = machine.gpu["prefill working set"] + machine.gpu["CUDA graphs"]
+    fewer = (machine.resident_per_layer - resident) * shape.num_layers * row_bytes
     return ServePlan(
-        device={**machine.gpu, "left": machine.gpu_left},
-        host={**machine.host, "left": machine.ram_left},
+        device={
+            **machine.gpu,
+            "resident expert rows": machine.gpu["resident expert rows"] - fewer,
+            "left": machine.gpu_left + fewer,
+        },
+        host={
+            **machine.host,
+            "pinned expert rows": machine.host["pinned expert rows"] + fewer,
+            "left": machine.ram_left - fewer,
+        },
         disk=disk,
         rows=rows,
-        device_rows=device_rows,
-        fewest_device_rows=device_rows,
+        device_rows=min(fewest + later // row_bytes, rows),
+        fewest_device_rows=fewest,
         spare=_SPARE,
-        reserve=reserve,
+        reserve=reserve - later,
+        static=round(1 - working / max(machine.gpu_total - machine.gpu["CUDA context"], 1), 4),
+        kv_lazy=resolved.stored_kv is not None,
+        kv_headroom=machine.gpu["prefill working set"],
+        **_kv(shape, resolved),
     )
+
+
+def _kv(shape: ModelShape, resolved: Resolved) -> dict[str, Any]:
+    return {
+        "kv": resolved.kv,
+        "kv_bytes": kv_bytes_per_token(shape, resolved.kv, context=resolved.context, ring=resolved.kv_ring),
+    }
+
+
+def _mapped_later(shape: ModelShape, resolved: Resolved) -> int:
+    """Bytes of the KV cache that are mapped when tokens come; a ring and the index are there from the start."""
+    if resolved.stored_kv is None:
+        return 0
+    layout = KvLayout.of(shape, resolved.stored_kv, ring=resolved.kv_ring)
+    rows = layout.bytes_per_slot * resolved.context * resolved.requests
+    return max(rows - len(layout.parts()) * _GRANULE, 0)  # the page of padded steps is backed from the start
+
+
+def _resident(settings: SglangSettings, machine: MachinePlan, shape: ModelShape, row_bytes: int) -> int:
+    """Experts of each layer in GPU memory: --resident, or as many as fit.
+
+    Raises:
+        InputError: more than a layer has. ResourceError: more than fit, on either side.
+    """
+    wanted, most = settings.resident, machine.resident_per_layer
+    if wanted is None:
+        return most
+    if wanted > shape.num_experts:
+        raise InputError(
+            f"{wanted} of {shape.num_experts} experts",
+            where="--resident",
+            remedy=f"use {shape.num_experts} or fewer",
+        )
+    moved = (most - wanted) * shape.num_layers * row_bytes
+    if wanted > most or moved > machine.ram_left:
+        side = "GPU" if wanted > most else "host"
+        short = -moved if wanted > most else moved - machine.ram_left
+        raise ResourceError(
+            f"{wanted} experts of each layer in GPU memory: the {side} is {format_bytes(short)} short",
+            where="--resident",
+            remedy="leave it out: as many as fit are taken",
+        )
+    return wanted
 
 
 _ELSEWHERE = (Group.EXPERTS, Group.NGRAM, Group.MTP, Group.MTP_EXPERTS, Group.VISION)
@@ -114,7 +188,7 @@ def _on_cpu(
         "dense weights": 4 * dense,  # packed matrices are unpacked to bf16
         "expert rows": (rows + rows // 2 + 2 * _SPARE) * row_bytes,
         "KV cache": int(kv),
-        "GDN state": gdn_state_bytes(shape) * (resolved.requests + 1),
+        "GDN state": gdn_state_bytes(shape) * (resolved.states + 1),
         "server processes": Reserve().host_process,
     }
     _require(sum(host.values()), ram)
@@ -127,6 +201,8 @@ def _on_cpu(
         fewest_device_rows=rows // 2,
         spare=_SPARE,
         reserve=0,
+        kv_lazy=resolved.stored_kv is not None,
+        **_kv(shape, resolved),
     )
 
 
@@ -165,6 +241,7 @@ def _on_gpu(
         context=resolved.context,
         kv_format=resolved.kv,
         sequences=resolved.requests,
+        states=resolved.states,
         chunk=resolved.chunk,
         # The rest of the system is already outside the free memory that this starts from.
         reserve=Reserve(host_system=0),

@@ -9,12 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 from q38.base.errors import InputError
 from q38.base.settings import SGLANG
+from q38.model.kv import RING_SLOTS
 
 if TYPE_CHECKING:
     from q38.serving.engines import ServeOptions
 
 DEVICES = ("cuda", "cpu")
-KV_FORMATS = {"bf16": "bfloat16", "fp8": "fp8_e4m3"}  # q38's name -> SGLang's
+# q38's name -> SGLang's --kv-cache-dtype. SGLang takes the three quantized ones for bf16; the extension stores them.
+KV_FORMATS = {
+    "bf16": "bfloat16",
+    "fp8": "fp8_e4m3",
+    "int8": "bfloat16",
+    "int8ring_int4": "bfloat16",
+    "int4": "bfloat16",
+}
+KV_AUTO = "auto"
+# Slots of GDN states, in the words of SGLang 0.5.23: a running request takes 3 and one that follows it for the
+# cache; what is beyond keeps the states of finished conversations.
+_STATES_PER_REQUEST = 4
+_KEPT_STATES = 4
+_PAGE = 64
 
 
 @dataclass(frozen=True)
@@ -27,9 +41,14 @@ class SglangSettings:
     context: tokens of prompt and answer together; the model's own limit by default.
     requests: requests that run at once; further ones wait.
     chunk: prompt tokens of one prefill step.
-    kv: format of the KV cache, "bf16" or "fp8".
+    kv: format of the KV cache, of KV_FORMATS, or "auto".
+    kv_ring: newest tokens that int8ring_int4 keeps in INT8.
     profile: routing profile from q38 build-placement.
     prefix_cache: keep the KV cache of finished requests for prompts that begin alike.
+    resident: experts of each layer that start in GPU memory; as many as fit by default.
+    return_routes: answers can name the experts that each token chose (for q38 build-placement --server).
+    tp: GPUs that share the model; 1, since expert rows are addresses of one.
+    kv_zeroed: write zeros into a quantized cache: the control of `q38 oracle kv`, and no option of `q38 serve`.
     """
 
     device: str | None = None
@@ -41,6 +60,11 @@ class SglangSettings:
     kv: str | None = None
     profile: Path | None = None
     prefix_cache: bool | None = None
+    kv_ring: int | None = None
+    kv_zeroed: bool | None = None
+    resident: int | None = None
+    return_routes: bool | None = None
+    tp: int | None = None
 
     @property
     def given(self) -> list[str]:
@@ -63,6 +87,19 @@ class Resolved:
     chunk: int
     kv: str
     prefix_cache: bool
+    kv_ring: int = RING_SLOTS
+    return_routes: bool = False
+
+    @property
+    def stored_kv(self) -> str | None:
+        """The format that the extension stores; None where SGLang's own cache has it."""
+        own = ("bf16",) if self.device == "cpu" else ("bf16", "fp8")
+        return None if self.kv in own else self.kv
+
+    @property
+    def states(self) -> int:
+        """Slots of GDN states."""
+        return self.requests * _STATES_PER_REQUEST + _KEPT_STATES if self.prefix_cache else self.requests
 
 
 def refuse_conflicts(settings: SglangSettings, *, engine: str, device: str) -> None:
@@ -86,14 +123,21 @@ def refuse_conflicts(settings: SglangSettings, *, engine: str, device: str) -> N
                 remedy="leave it out, or use --engine sglang",
             )
         return
-    if settings.kv is not None and settings.kv not in KV_FORMATS:
-        raise InputError(
-            f"SGLang has no KV format '{settings.kv}'", where="--kv", remedy=f"known: {', '.join(KV_FORMATS)}"
-        )
-    for name in ("gpu_memory", "ram", "context", "requests", "chunk"):
+    if settings.kv is not None and settings.kv not in (*KV_FORMATS, KV_AUTO):
+        known = ", ".join((*KV_FORMATS, KV_AUTO))
+        raise InputError(f"no KV format '{settings.kv}'", where="--kv", remedy=f"known: {known}")
+    for name in ("gpu_memory", "ram", "context", "requests", "chunk", "kv_ring"):
         value = getattr(settings, name)
         if value is not None and value <= 0:
             raise InputError(f"{value} is not positive", where=f"--{name.replace('_', '-')}")
+    if settings.tp not in (None, 1):
+        raise InputError(
+            f"{settings.tp} GPUs: the expert rows are found by address, in the memory of one GPU and its host",
+            where="--tp",
+            remedy="start one server per GPU",
+        )
+    if settings.resident is not None and settings.resident < 0:
+        raise InputError(f"{settings.resident} is negative", where="--resident")
     if device == "cpu":
         _refuse_on_cpu(settings)
 
@@ -101,8 +145,7 @@ def refuse_conflicts(settings: SglangSettings, *, engine: str, device: str) -> N
 def _refuse_on_cpu(settings: SglangSettings) -> None:
     reasons = {
         "--gpu-memory": (settings.gpu_memory is not None, "there is no GPU"),
-        "--kv": (settings.kv == "fp8", "an fp8 cache needs a GPU"),
-        "--prefix-cache": (settings.prefix_cache is True, "the prefix cache of this model needs a GPU"),
+        "--resident": (settings.resident is not None, "there is no GPU"),
     }
     for option, (conflict, why) in reasons.items():
         if conflict:
@@ -138,13 +181,23 @@ def resolve(settings: SglangSettings, config: Mapping[str, Any], *, where: str) 
         requests=settings.requests or 1,
         chunk=settings.chunk or min(2048, context),
         kv=settings.kv or ("bf16" if on_cpu else "fp8"),
-        prefix_cache=bool(settings.prefix_cache) and not on_cpu,
+        prefix_cache=bool(settings.prefix_cache),
+        kv_ring=settings.kv_ring or RING_SLOTS,
+        return_routes=bool(settings.return_routes),
     )
 
 
-def command(options: ServeOptions, resolved: Resolved, *, language_model_only: bool) -> list[str]:
-    """SGLang's options. The API key is none of them: it travels by environment."""
-    tokens = resolved.context * resolved.requests
+def command(
+    options: ServeOptions, resolved: Resolved, *, language_model_only: bool, static: float = 0.95
+) -> list[str]:
+    """SGLang's options. The API key is none of them: it travels by environment.
+
+    Args:
+        static: share of the GPU memory that is free at start which weights, rows and KV cache may take.
+    """
+    # Whole pages of the sparse attention. SGLang admits a request only while more than a page beyond its prompt and answer
+    # is left; without two on top a prompt of the whole context would wait for ever.
+    pages = resolved.requests * (-(-resolved.context // _PAGE) + 2)
     values = {
         "--model-path": options.model,
         "--host": options.host,
@@ -153,17 +206,22 @@ def command(options: ServeOptions, resolved: Resolved, *, language_model_only: b
         "--dtype": "bfloat16",
         "--context-length": resolved.context,
         "--max-running-requests": resolved.requests,
-        "--max-total-tokens": -(-tokens // 64) * 64,  # whole pages of the sparse attention
+        "--max-total-tokens": pages * _PAGE,
         "--chunked-prefill-size": resolved.chunk,
         # They match the chat template of the release.
         "--reasoning-parser": "qwen3",
         "--tool-call-parser": "qwen3_coder",
     }
     # The host must know a step's tokens before the step: rows of the n-gram table are read by them.
-    flags = ["--disable-overlap-schedule", "--skip-server-warmup"]
+    flags = ["--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle"]
+    if resolved.return_routes:
+        flags.append("--enable-return-routed-experts")
     if not language_model_only:
         flags.append("--language-model-only")
-    if not resolved.prefix_cache:
+    if resolved.prefix_cache:
+        values |= {"--max-mamba-cache-size": resolved.states}
+        flags.append("--enable-cache-report")  # the answer's usage then says how much of a prompt was cached
+    else:
         flags.append("--disable-radix-cache")
     if resolved.device == "cpu":
         values |= {
@@ -176,11 +234,13 @@ def command(options: ServeOptions, resolved: Resolved, *, language_model_only: b
     else:
         flags.append("--no-ple-offload-embedding")  # it would pin the n-gram table
         values |= {
+            # For what is not sparse attention; its own workspace is the smallest.
+            "--attention-backend": "triton",
             "--kv-cache-dtype": KV_FORMATS[resolved.kv],
             "--cuda-graph-max-bs-decode": resolved.requests,
             # Its graphs would capture the experts of prefill, whose rows move.
             "--cuda-graph-backend-prefill": "disabled",
-            "--mem-fraction-static": 0.95,
+            "--mem-fraction-static": static,
         }
     return [str(word) for pair in values.items() for word in pair] + flags
 

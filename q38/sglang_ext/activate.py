@@ -17,8 +17,20 @@ from q38.sglang_ext.source import installed_tree, module_file
 from q38.sglang_ext.targets import MECHANISMS, all_targets
 
 # Each has a function hooks(). The first list is for every process, the second for the one that runs the model.
-EVERYWHERE = ("vision",)
-ENGINE = ("packed", "quant_method", "weights", "ngram", "steps", "graph_output", "rope", "fp8_clamp")
+EVERYWHERE = ("vision", "token_ids")
+ENGINE = (
+    "packed",
+    "quant_method",
+    "weights",
+    "ngram",
+    "steps",
+    "graph_output",
+    "rope",
+    "fp8_clamp",
+    "kv_format",
+    "kv_reads",
+    "kv_memory",
+)
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
 

@@ -60,7 +60,8 @@ def handle(rows: ExpertRows, line: bytes) -> dict[str, Any]:
     except ValueError as error:
         return InputError(f"not a JSON object ({error})", where="control").to_dict()
     try:
-        return {"result": _act(rows, request), "status": rows.status()}
+        with rows.gate.move():
+            return {"result": _act(rows, request), "status": rows.status()}
     except Q38Error as error:
         return error.to_dict()
 
@@ -95,8 +96,8 @@ def _act(rows: ExpertRows, request: dict[str, Any]) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
         what = "a file name" if kind is str else "a number from 0 on"
         raise InputError(f"{name} needs {key}, {what}", where="control")
-    with rows.gate.move():
-        return act(rows, value)
+    rows.traffic.collect()  # what was read so far was read where the rows lie now
+    return act(rows, value)
 
 
 def _place(rows: ExpertRows, profile: str) -> None:

@@ -19,16 +19,14 @@ def run(
     Args:
         x: [M, hidden] bfloat16 or float16, contiguous. ids: int32 [M, top_k]. weights: float32 [M, top_k].
     """
-    table = stored.table(layer)
+    table, ids, weights = stored.table(layer), ids.contiguous(), weights.contiguous()
+    decodes = x.shape[0] <= MAX_TOKENS
+    stored.traffic.add("decode" if decodes else "prefill", layer, ids)
     if x.device.type != "cuda":
         return _run_reference(stored, table, x, ids, weights)
-    if x.shape[0] <= MAX_TOKENS:
-        return _decode(stored, ids.shape[1], x.dtype, x.device)(
-            x, table, ids.contiguous(), weights.contiguous()
-        )
-    return moe_prefill(
-        x, table, ids.contiguous(), weights.contiguous(), stored.layout, scale_dtype=stored.scale_dtype
-    )
+    if decodes:
+        return _decode(stored, ids.shape[1], x.dtype, x.device)(x, table, ids, weights)
+    return moe_prefill(x, table, ids, weights, stored.layout, scale_dtype=stored.scale_dtype)
 
 
 def compile_decode(stored: ExpertRows, top_k: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -47,7 +45,12 @@ def _decode(stored: ExpertRows, top_k: int, dtype: torch.dtype, device: torch.de
     key = (top_k, dtype)
     if key not in _decoders:
         _decoders[key] = MoeDecode(
-            stored.layout, top_k, dtype=dtype, scale_dtype=stored.scale_dtype, device=device
+            stored.layout,
+            top_k,
+            dtype=dtype,
+            scale_dtype=stored.scale_dtype,
+            host_rows=not stored.cache.resident.all(),
+            device=device,
         )
     return _decoders[key]
 

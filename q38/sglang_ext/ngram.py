@@ -17,9 +17,10 @@ from q38.base.errors import InputError
 from q38.checkpoint.index import read_json
 from q38.model.shape import ModelShape
 from q38.ple.reader import PleTable
+from q38.sglang_ext import residency
 from q38.sglang_ext.hooks import Hook, exit_on_refusal
 from q38.sglang_ext.options import resolve
-from q38.sglang_ext.table_rows import TableRows, step_tokens
+from q38.sglang_ext.table_rows import TableRows, following_tokens, step_tokens
 from q38.sglang_ext.targets import FORWARD_BATCH, QWEN4
 
 
@@ -96,6 +97,9 @@ def read_rows(result: Any, _cls: type, batch: Any, model_runner: Any, *_args: An
         )
     for embedding in embeddings:
         embedding.read(windows, new, decode=mode.is_decode())
+    if mode.is_extend() and any((ahead := following_tokens(batch, context=embeddings[0].context))[1]):
+        for embedding in embeddings:
+            embedding.read_ahead(*ahead)
     return result
 
 
@@ -104,6 +108,8 @@ def _embeddings(model: nn.Module) -> list[TableRows]:
     if found is None:
         found = [module for module in model.modules() if isinstance(module, TableRows)]
         model._q38_table_rows = found  # type: ignore[assignment]
+        if found and (stored := residency.loaded()) is not None:
+            stored.others["ngram"] = found[0].source.counts.to_dict
     return found
 
 

@@ -10,6 +10,10 @@ from pathlib import Path
 
 from q38.base import settings
 from q38.base.errors import InputError
+from q38.model.kv import RING_SLOTS
+
+# q38's INT8 kernels; SGLang's own (Marlin); plain matrices, unpacked to bf16 at load.
+DENSE = ("int8", "sglang", "unpacked")
 
 
 @dataclass(frozen=True)
@@ -23,9 +27,13 @@ class ExtensionOptions:
     fewest_device_rows: the fewest there will ever be; the pinned pool holds the rest. None: as `device_rows`.
     reserve: bytes of device memory that rows leave free (KV cache, graphs, working memory).
     spare: row slots kept free on both sides, so that rows can be exchanged.
-    unpack_dense: unpack 8-bit projections to bf16 at load, for a GPU on which SGLang's packed kernels do not build;
-        always done on a CPU.
+    dense: how packed projections are computed, one of `DENSE`; on a CPU always "unpacked".
     control: Unix socket on which the process with the model takes changes of the rows; None: it takes none.
+    kv: format of q38's own KV cache (q38.kvcache.layout); None: SGLang's cache, by its --kv-cache-dtype.
+    kv_ring: slots that int8ring_int4 keeps in INT8.
+    kv_lazy: map the cache's memory as pages are handed out; else all of it at the start.
+    kv_headroom: bytes of device memory that mapping leaves free, for the working memory of a step.
+    kv_zeroed: write zeros instead of keys and values: the control of `q38 oracle kv`.
     """
 
     model: str
@@ -35,8 +43,13 @@ class ExtensionOptions:
     fewest_device_rows: int | None = None
     reserve: int = 0
     spare: int = 16
-    unpack_dense: bool = False
+    dense: str = "int8"
     control: str | None = None
+    kv: str | None = None
+    kv_ring: int = RING_SLOTS
+    kv_lazy: bool = True
+    kv_headroom: int = 0
+    kv_zeroed: bool = False
 
     def to_json(self) -> str:
         """The value of the environment variable."""

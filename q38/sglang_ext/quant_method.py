@@ -37,23 +37,27 @@ def choose(config: Any, layer: Any, prefix: str) -> Any:
             from q38.sglang_ext.experts import RowExpertsMethod
 
             return RowExpertsMethod(bits, group_size, prefix)
-    elif isinstance(layer, LinearBase | ParallelLMHead) and _unpacks():
+    elif isinstance(layer, LinearBase | ParallelLMHead) and (how := _dense()) != "sglang":
         bits, group_size, sym = config.get_layer_config(layer, prefix)
-        if config.check_quantized(bits):
-            from q38.sglang_ext.unpacked_linear import UnpackedLinearMethod
-
-            layer.scheme = method = UnpackedLinearMethod(bits, group_size, sym, prefix)
-            return method
-        return _unquantized()
+        if not config.check_quantized(bits):
+            return _unquantized()
+        if how == "int8" and bits == 8:
+            from q38.sglang_ext.int8_linear import Int8LinearMethod as Method
+        else:
+            from q38.sglang_ext.unpacked_linear import UnpackedLinearMethod as Method
+        layer.scheme = method = Method(bits, group_size, sym, prefix)
+        return method
     return None
 
 
-def _unpacks() -> bool:
-    """Whether packed projections become plain matrices at load: on a CPU SGLang has no kernel for them."""
+def _dense() -> str:
+    """How packed projections are computed: see `options.DENSE`. On a CPU SGLang has no kernel for them."""
     from sglang.srt.runtime_context import get_server_args
 
     options = given()
-    return bool(get_server_args().device == "cpu") or (options is not None and options.unpack_dense)
+    if get_server_args().device == "cpu":
+        return "unpacked"
+    return "sglang" if options is None else options.dense
 
 
 def _unquantized() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from q38.sglang_ext.control import ControlServer
 from q38.sglang_ext.gate import Gate
 from q38.sglang_ext.host_memory import HostMemory
 from q38.sglang_ext.options import ExtensionOptions
+from q38.sglang_ext.traffic import Traffic
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +41,8 @@ class ExpertRows:
         scale_dtype: of the scales in the rows.
         cache: grows, shrinks and refills the rows in device memory.
         loaded: how loading went.
+        traffic: which rows were read.
+        others: further parts of the status, by name: n-gram rows, KV cache.
     """
 
     def __init__(self, checkpoint: Checkpoint, options: ExtensionOptions, device: torch.device) -> None:
@@ -71,7 +75,9 @@ class ExpertRows:
         )
         self.loaded: LoadReport = load_rows(checkpoint, self.layout, self.cache.store)
         self.gate = Gate()
-        self._device = device
+        self.others: dict[str, Callable[[], dict[str, Any]]] = {}
+        self._device, self._top_k = device, shape.num_experts_per_tok
+        self.traffic = Traffic(self.cache, self.layout.row_bytes, device)
         self._table = self.cache.store.table.tensor()  # int64 [layers, experts]
         logger.info(
             "q38: %d expert rows of %s, %d in device memory, %s pinned, read at %.2f GB/s",
@@ -106,8 +112,14 @@ class ExpertRows:
         self.cache.set_resident(hottest_overall(heat, count))
 
     def status(self) -> dict[str, Any]:
-        """Counts and bytes, for the control interface."""
-        return {**self.cache.status(), "row_bytes": self.layout.row_bytes}
+        """Counts and bytes, for the control interface. Call between steps: it waits for the device."""
+        self.traffic.collect()
+        return {
+            **self.cache.status(),
+            "row_bytes": self.layout.row_bytes,
+            "traffic": self.traffic.status(self._top_k),
+            **{name: figures() for name, figures in self.others.items()},
+        }
 
 
 _rows: ExpertRows | None = None

@@ -3,6 +3,7 @@
 GET /q38/residency            where the rows lie: per layer, on both sides, bytes
 POST /q38/residency           {"action": "grow" | "shrink", "rows": N}, {"action": "fill", "reserve": BYTES},
                               {"action": "free", "bytes": N}, {"action": "place", "profile": FILE}
+GET /q38/metrics              hit rate, bytes over the link, n-gram rows, KV use, for Prometheus
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from typing import Any
 
 from q38.base.errors import Q38Error
 from q38.sglang_ext.control import ask
+from q38.sglang_ext.metrics import CONTENT_TYPE, prometheus
 
-PATH = "/q38/residency"
+PATH, METRICS = "/q38/residency", "/q38/metrics"
 _STATUS = {2: 400, 3: 409}  # exit code of the refusal -> HTTP status
 
 
 def add_routes(app: Any, control: Path) -> None:
-    """Add both routes to SGLang's application; `control` is the socket of the process with the model."""
+    """Add the routes to SGLang's application; `control` is the socket of the process with the model."""
     from fastapi import Request
     from fastapi.concurrency import run_in_threadpool
-    from fastapi.responses import JSONResponse
+    from fastapi.responses import JSONResponse, PlainTextResponse
 
     async def answer(request: dict[str, Any]) -> JSONResponse:
         try:
@@ -41,7 +43,15 @@ def add_routes(app: Any, control: Path) -> None:
             body = None
         return await answer(body if isinstance(body, dict) else {"action": body})
 
+    async def metrics() -> Any:
+        try:
+            answered = await run_in_threadpool(ask, control, {"action": "status"})
+        except Q38Error as error:
+            return JSONResponse(error.to_dict(), 503)
+        return PlainTextResponse(prometheus(answered["status"]), media_type=CONTENT_TYPE)
+
     # With the future import, FastAPI could not resolve an annotation that is local to this function.
     change.__annotations__ = {"request": Request}
     app.add_api_route(PATH, status, methods=["GET"], response_model=None)
     app.add_api_route(PATH, change, methods=["POST"], response_model=None)
+    app.add_api_route(METRICS, metrics, methods=["GET"], response_model=None)

@@ -29,6 +29,14 @@ def run_batch(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
                 where="sglang",
                 remedy="start SGLang with --disable-overlap-schedule",
             )
+    if "kv" not in stored.others:
+        stored.others["kv"] = lambda: _kv_use(self)
     with stored.gate.step():
         stored.follow_stream()
         return original(self, *args, **kwargs)
+
+
+def _kv_use(scheduler: Any) -> dict[str, int]:
+    """Tokens in the KV cache, those of finished requests that a prefix cache keeps among them, and the most it holds."""
+    total = int(scheduler.max_total_num_tokens)
+    return {"used": total - int(scheduler.token_to_kv_pool_allocator.available_size()), "total": total}

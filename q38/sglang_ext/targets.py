@@ -17,7 +17,13 @@ INDEXER = _SRT + "layers.attention.qsa.qsa_indexer.QSAIndexer"
 SPARSE = _SRT + "layers.attention.qwen_sparse_attn_backend.QwenSparseAttnBackend"
 KV_POOL = _SRT + "mem_cache.memory_pool.MHATokenToKVPool"
 SERVER_ARGS = _SRT + "server_args.ServerArgs"
+TOKENIZER = _SRT + "managers.tokenizer_manager.TokenizerManager"
 SCHEDULER = _SRT + "managers.scheduler.Scheduler"
+SCHEDULE_BATCH = _SRT + "managers.schedule_batch.ScheduleBatch"
+KV_CONFIGURATOR = _SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator"
+POOL_SIZES = _SRT + "model_executor.pool_configurator.DefaultPoolConfigurator"
+ALLOCATOR = _SRT + "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
+QSA = _SRT + "layers.attention.qsa"
 FORWARD_BATCH = _SRT + "model_executor.forward_batch_info.ForwardBatch"
 
 
@@ -87,6 +93,12 @@ MECHANISMS = (
         engine=False,
     ),
     Mechanism(
+        "token-ids",
+        "a token id outside the vocabulary is refused, instead of ending the server",
+        (TOKENIZER + "._validate_one_request",),
+        engine=False,
+    ),
+    Mechanism(
         "graph-output",
         "breakable CUDA graphs of decode take the logits processor's output",
         tuple(f"{BREAKABLE}.{name}" for name in ("_output_rows", "_alloc_full_buffer", "_slice_output", "_copy_output_to_buffer")),
@@ -105,6 +117,55 @@ MECHANISMS = (
         "keys and values beyond 448 saturate in an fp8 cache instead of turning into NaN",
         (KV_POOL + ".set_kv_buffer", SPARSE + "._try_fused_kv_attention"),
         cuda=True,
+    ),
+    Mechanism(
+        "kv-formats",
+        "keys and values in INT8, INT4 or both, rounded on write and gathered on read",
+        (
+            KV_CONFIGURATOR + "._build_mha_quant_method",
+            POOL_SIZES + "._compute_cell_size",
+            *(
+                f"{KV_POOL}.{name}"
+                for name in (
+                    "get_cpu_copy", "load_cpu_copy", "move_kv_cache", "get_raw_kv_buffer", "get_contiguous_buf_infos",
+                    "set_kv_buffer_prefix_valid",
+                )
+            ),
+            QSA + ".sparse_attn.qwen_sparse_kv_extraction_compact_triton",
+            QSA + ".sparse_attn.pack_qsa_prefill_kv",
+            QSA + ".kernel.qsa_sparse_attention",
+        ),
+        (
+            _SRT + "layers.quantization.fp4_kv_cache_quant_method.KVCacheQuantMethodBase",
+            KV_POOL + "._create_buffers",
+            KV_POOL + "._create_quantized_buffers",
+            KV_POOL + "._get_key_buffer",
+            KV_POOL + "._get_value_buffer",
+            KV_POOL + "._set_quantized_kv_buffer",
+            _SRT + "mem_cache.qsa_kv_pool.QSATokenToKVPool",
+            # Every reader of the attention layers' cache; a new one must be looked at.
+            SPARSE,
+        ),
+    ),
+    Mechanism(
+        "kv-memory",
+        "memory of the KV cache is mapped as pages are handed out, and given back when idle",
+        (
+            SCHEDULER + ".get_new_batch_prefill",
+            SCHEDULER + ".on_idle",
+            SCHEDULE_BATCH + ".check_decode_mem",
+            ALLOCATOR + ".alloc",
+            ALLOCATOR + ".alloc_extend",
+            ALLOCATOR + ".alloc_decode",
+        ),
+        (
+            SCHEDULER + ".process_pending_chunked_abort",
+            SCHEDULER + ".abort_request",
+            SCHEDULER + ".is_fully_idle",
+            SCHEDULE_BATCH + ".new_tokens_required_next_decode",
+            SCHEDULE_BATCH + ".retract_decode",
+            ALLOCATOR,
+        ),
     ),
 )  # fmt: skip
 

@@ -19,6 +19,7 @@ class UnpackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
     """
 
     requires_weight_loader_v2 = True
+    scale_dtype = torch.float32
 
     def __init__(self, bits: int, group_size: int, sym: bool, prefix: str) -> None:
         if not sym:
@@ -54,7 +55,7 @@ class UnpackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
             ),
         )
         layer.register_parameter(
-            "scales", GroupQuantScaleParameter(data=torch.empty(groups, n, dtype=torch.float32), **common)
+            "scales", GroupQuantScaleParameter(data=torch.empty(groups, n, dtype=self.scale_dtype), **common)
         )
         self.dtype = params_dtype
 

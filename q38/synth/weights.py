@@ -33,12 +33,12 @@ def initial_tensor(spec: Expected, config: Mapping[str, Any], seed: int) -> torc
     if name.endswith("linear_attn.A_log"):
         values = np.log(random.uniform(0.01, 16, spec.shape))  # decay rates as transformers draws them
     else:
-        centre, spread = _distribution(name, spec.shape)
+        centre, spread = distribution(name, spec.shape)
         values = centre + spread * random.standard_normal(spec.shape, dtype=np.float32)
     return torch.from_numpy(values.astype(np.float32)).to(torch.bfloat16)
 
 
-def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+def distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and standard deviation. No tensor is constant, so that none can be lost unnoticed."""
     if name.endswith("linear_attn.dt_bias") or name.endswith("linear_attn.norm.weight"):
         return 1.0, 0.05

@@ -7,7 +7,7 @@ from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextCo
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
 from q38.base.errors import InputError
-from q38.model.ngram import head_offsets, head_sizes, multipliers, row_ids, table_rows
+from q38.model.ngram import head_offsets, head_sizes, last_row_ids, multipliers, row_ids, table_rows
 from q38.model.shape import ModelShape
 from tests.ple.sources import config
 
@@ -106,3 +106,12 @@ def test_the_seed_is_1234_where_the_config_is_silent(seed, expected):
     ngram = ModelShape.from_config(config(seed=seed)).ngram
     assert ngram is not None
     assert ngram.seed == expected
+
+
+@pytest.mark.parametrize("text", CASES)
+@given(tokens=st.lists(st.sampled_from([1, 2, 77, EOS]), min_size=1, max_size=6))
+def test_the_rows_of_the_last_token_alone_are_those_of_the_whole_text(text: dict, tokens: list[int]) -> None:
+    shape = ModelShape.from_config(config(**{"ple_layer_ids": [1, 3], "eos_token_id": EOS, **text}))
+    window = tokens[-shape.ngram.ngram_size :]
+    for index in (0, 1):
+        assert last_row_ids(window, shape, index) == row_ids(np.array(tokens), shape, index)[-1].tolist()

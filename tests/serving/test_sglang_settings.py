@@ -39,6 +39,9 @@ def conflict(on: str = "cuda", engine: str = "sglang", **given: Any) -> str:
         {"kv": "fp8"},
         {"profile": Path("p")},
         {"prefix_cache": False},
+        {"resident": 3},
+        {"return_routes": True},
+        {"tp": 1},
     ],
 )
 def test_the_transformers_engine_has_none_of_them(given: dict[str, Any]) -> None:
@@ -51,8 +54,7 @@ def test_the_transformers_engine_has_none_of_them(given: dict[str, Any]) -> None
     ("given", "option"),
     [
         ({"gpu_memory": GIB}, "--gpu-memory"),
-        ({"kv": "fp8"}, "--kv"),
-        ({"prefix_cache": True}, "--prefix-cache"),
+        ({"resident": 3}, "--resident"),
     ],
 )
 def test_what_needs_a_gpu_contradicts_the_cpu(given: dict[str, Any], option: str) -> None:
@@ -62,16 +64,21 @@ def test_what_needs_a_gpu_contradicts_the_cpu(given: dict[str, Any], option: str
     refuse_conflicts(SglangSettings(**given), engine="sglang", device="cuda")
 
 
-@pytest.mark.parametrize("name", ["gpu_memory", "ram", "context", "requests", "chunk"])
+@pytest.mark.parametrize("name", ["gpu_memory", "ram", "context", "requests", "chunk", "kv_ring"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_nothing_is_less_than_one(name: str, value: int) -> None:
     assert "not positive" in conflict(**{name: value})
 
 
+def test_several_gpus_are_refused_with_the_reason() -> None:
+    assert "the memory of one GPU" in conflict(tp=2)
+    refuse_conflicts(SglangSettings(tp=1), engine="sglang", device="cuda")
+
+
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(InputError, match="cuda, cpu"):
         refuse_conflicts(SglangSettings(device="tpu"), engine="sglang", device="tpu")
-    assert "bf16, fp8" in conflict(kv="int4")
+    assert "bf16, fp8, int8, int8ring_int4, int4, auto" in conflict(kv="int5")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +116,9 @@ def value(command: list[str], option: str) -> str:
 def test_on_a_cpu_everything_runs_through_references(tiny_packed: Path, tiny_ple: Path) -> None:
     command, environment, plan = started(tiny_packed, tiny_ple, device="cpu", context=256, requests=3)
     assert value(command, "--device") == "cpu"
-    assert value(command, "--max-total-tokens") == "768"
+    assert value(command, "--max-total-tokens") == str(
+        3 * (256 + 2 * 64)
+    )  # SGLang keeps a page and more back
     assert environment["SGLANG_PLATFORM"] == "q38cpu"
     assert "--disable-cuda-graph" in command
     options = ExtensionOptions.from_json(environment["Q38_SGLANG"])
@@ -147,7 +156,7 @@ def test_on_a_gpu_decode_keeps_its_graphs_and_the_plan_says_what_lies_where(
     assert value(command, "--cuda-graph-backend-prefill") == "disabled"
     assert value(command, "--kv-cache-dtype") == "fp8_e4m3"
     assert "SGLANG_PLATFORM" not in environment
-    assert [line.split(":")[0] for line in plan] == ["GPU", "host", "disk", "expert rows"]
+    assert [line.split(":")[0] for line in plan] == ["GPU", "host", "disk", "KV cache", "expert rows"]
 
 
 @pytest.mark.usefixtures("gpu")

@@ -196,6 +196,41 @@ def test_a_prompt_beyond_the_context_is_refused(sglang_server: Server) -> None:
     assert httpx.post(f"{sglang_server.url}/generate", json=body, headers=KEY, timeout=60).status_code == 400
 
 
+@pytest.mark.parametrize("body", [{"input_ids": [5, 10**6]}, {"input_ids": [-1]}])
+def test_a_token_outside_the_vocabulary_is_refused_and_the_server_goes_on(
+    sglang_server: Server, texts: list[list[int]], body: dict[str, Any]
+) -> None:
+    """On a GPU it would end the process with the model."""
+    answer = httpx.post(f"{sglang_server.url}/generate", json=body, headers=KEY, timeout=60)
+    assert answer.status_code == 400
+    assert "outside the vocabulary" in answer.text
+    assert len(input_logprobs(sglang_server, texts[2])) == len(texts[2])
+
+
+def test_metrics_are_behind_the_key_and_count_what_was_served(
+    sglang_server: Server, texts: list[list[int]]
+) -> None:
+    url = f"{sglang_server.url}/q38/metrics"
+    assert httpx.get(url).status_code == 401
+
+    def read() -> dict[str, float]:
+        lines = httpx.get(url, headers=KEY).text.splitlines()
+        return {
+            name: float(value)
+            for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
+        }
+
+    before = read()
+    generate(sglang_server, texts[2], max_new_tokens=4)
+    after = read()
+    grown = {name: after[name] - before[name] for name in after}
+    assert grown['q38_tokens_total{phase="prefill"}'] == len(texts[2])
+    assert grown['q38_tokens_total{phase="decode"}'] == 3  # the first comes from the prompt's step
+    assert grown["q38_ngram_rows_total"] == 16 * (len(texts[2]) + 3)
+    assert after['q38_expert_hit_rate{phase="decode"}'] == 1.0
+    assert after["q38_kv_tokens_max"] >= after["q38_kv_tokens"] >= 0
+
+
 def test_the_log_says_how_many_rows_lie_where(sglang_server: Server) -> None:
     assert "expert rows of" in sglang_server.log.read_text()
 
@@ -222,3 +257,56 @@ def test_rows_move_while_requests_run_and_no_result_changes(
     assert ask(action="explode").status_code == 400
     assert httpx.post(url, content=b"{", headers=KEY, timeout=60).status_code == 400
     assert ask(action="grow", rows=13).json()["status"]["rows_on_device"] == 64
+
+
+def test_verify_judges_what_only_this_engine_offers(sglang_server: Server) -> None:
+    from q38.measure.behaviour.registry import Options
+    from q38.measure.verify_server import ServerOptions, verify_server
+
+    checks = ("one-token", "finite-logprobs", "decode-prefill", "stop-strings", "nll", "context-limit")
+    document = verify_server(
+        sglang_server.url,
+        options=ServerOptions(api_key="sesame", answer_tokens=12, capability=False),
+        checks=Options(only=checks, tokens=200, max_nll=20.0),
+    )
+    rows = {check["name"]: check for part in document["parts"] for check in part["checks"]}
+    assert {name: row["note"] for name, row in rows.items() if row["passed"] is not True} == {}
+    assert rows.keys() == {*checks, "nll-finite"}
+    assert document["server"]["settings"]["version"]
+    assert "sesame" not in json.dumps(document)
+
+
+def test_the_oracle_scores_through_the_server_as_in_transformers(
+    sglang_server: Server, tiny_packed: Path, tiny_ple: Path, tmp_path: Path
+) -> None:
+    from q38.base.errors import InputError
+    from q38.measure.oracle import check, save
+    from q38.measure.oracle_sglang import SglangEngine
+
+    prompts = Path(__file__).parents[1] / "data" / "oracle.json"
+    file = tmp_path / "ref.json"
+    with SglangEngine(sglang_server.url, tiny_packed, api_key="sesame") as engine:
+        document = save(tiny_packed, file, prompts=prompts, engine=engine)
+        again = check(tiny_packed, file, prompts=prompts, engine=engine)
+        with pytest.raises(InputError, match="this engine takes none"):
+            check(tiny_packed, file, prompts=prompts, kind="kernel", engine=engine)
+    assert [row["fault"] for row in document["self_check"]] == ["input"]
+    assert again["passed"] and again["engine"]["name"] == "sglang"
+    other = check(tiny_packed, file, ple=tiny_ple, prompts=prompts, dtype="float32", max_mean=0.05)
+    assert other["passed"] and other["engine_changes"]["name"] == ["sglang", "transformers"]
+    with pytest.raises(InputError, match="serves"):
+        SglangEngine(sglang_server.url, tiny_ple, api_key="sesame")
+
+
+def test_the_benchmark_reads_what_only_this_engine_counts(sglang_server: Server) -> None:
+    from q38.measure.bench.plan import Plan
+    from q38.measure.bench.run import bench_serve
+
+    plan = Plan((64,), (1, 2), prefixes=("cold",), max_tokens=6, repeats=1, max_warmup=1)
+    result = bench_serve(sglang_server.url, plan, api_key="sesame")
+    for cell in result["cells"]:
+        assert (cell["counted"], cell["completion_tokens"]) == ("by the server", 6)
+        assert 0 < cell["server"]["expert_hit_rate"] <= 1
+        assert cell["server"]["gpu_expert_gb_per_s"] + cell["server"]["host_link_gb_per_s"] > 0
+    assert result["server"]["reports"]["version"]
+    assert "sesame" not in json.dumps(result)

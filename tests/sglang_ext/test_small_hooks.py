@@ -11,7 +11,7 @@ import torch
 from q38.sglang_ext import fp8_clamp, residency, rope, steps
 from q38.sglang_ext.gate import Gate
 from q38.sglang_ext.packed import keep_mapping
-from q38.sglang_ext.weights import for_sglang
+from q38.sglang_ext.selection import for_sglang
 
 FP8 = torch.float8_e4m3fn
 
@@ -127,10 +127,57 @@ def test_overlapped_steps_are_refused_once_rows_are_loaded(
     overlapped = SimpleNamespace(enable_overlap=True)
     monkeypatch.setattr(residency, "_rows", None)
     assert steps.run_batch(original, overlapped, "batch") == "done"  # another model: not q38's business
-    stored = SimpleNamespace(gate=Gate(), follow_stream=lambda: stepped.append("stream"))
+    others: dict[str, Any] = {}
+    stored = SimpleNamespace(gate=Gate(), others=others, follow_stream=lambda: stepped.append("stream"))
     monkeypatch.setattr(residency, "_rows", stored)
     with pytest.raises(SystemExit):
         steps.run_batch(original, overlapped, "batch")
     assert "--disable-overlap-schedule" in capsys.readouterr().err
-    assert steps.run_batch(original, SimpleNamespace(enable_overlap=False), "batch") == "done"
+    allocator = SimpleNamespace(available_size=lambda: 60)
+    scheduler = SimpleNamespace(
+        enable_overlap=False, max_total_num_tokens=64, token_to_kv_pool_allocator=allocator
+    )
+    assert steps.run_batch(original, scheduler, "batch") == "done"
     assert stepped == [("batch",), "stream", ("batch",)]
+    assert others["kv"]() == {"used": 4, "total": 64}
+
+
+@pytest.mark.parametrize(("ids", "refused"), [([0, 5], False), ([9], False), ([5, 10], True), ([-1], True), ([], False), (None, False)])  # fmt: skip
+def test_a_token_outside_the_vocabulary_is_refused_where_it_arrives(ids: Any, refused: bool) -> None:
+    from q38.sglang_ext.token_ids import validate_one_request
+
+    seen: list[Any] = []
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=10))
+
+    def original(_self: Any, _request: Any, given: Any) -> None:
+        seen.append(given)
+
+    if refused:
+        with pytest.raises(ValueError, match="outside the vocabulary, which has 10"):
+            validate_one_request(original, manager, None, ids)
+    else:
+        validate_one_request(original, manager, None, ids)
+    assert seen == [ids]
+
+
+def test_rows_that_cannot_be_read_end_the_process_after_the_other_tensors(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They are read on a thread; its refusal must not get lost there."""
+    from q38.base.errors import ResourceError
+    from q38.sglang_ext import residency
+    from q38.sglang_ext.options import ExtensionOptions
+    from q38.sglang_ext.weights import _Rows
+
+    def refuse(*_arguments: Any) -> None:
+        raise ResourceError("no room for them", where="expert rows")
+
+    monkeypatch.setattr(residency, "open_rows", refuse)
+    for starts in (True, False):
+        rows = _Rows(None, ExtensionOptions("m"), torch.device("cpu"))  # type: ignore[arg-type]
+        if starts:
+            rows.start()
+        with pytest.raises(SystemExit) as ended:
+            rows.finish()
+        assert ended.value.code == 3
+        assert "q38: expert rows: no room for them" in capfd.readouterr().err

@@ -18,7 +18,7 @@ from q38.checkpoint.index import read_json
 from q38.model.ngram import row_ids
 from q38.model.shape import ModelShape
 from q38.ple.reader import PleTable
-from q38.sglang_ext.table_rows import DECODE_TOKENS, TableRows, step_tokens
+from q38.sglang_ext.table_rows import DECODE_TOKENS, TableRows, following_tokens, step_tokens
 
 EOS = 2000
 
@@ -56,7 +56,7 @@ def test_a_decode_step_looks_up_what_the_whole_text_does(
     windows, new = step_tokens(batch, context=2)
     assert new == [1]
     whole = row_ids(np.array(prompt + output), shape)[-1]
-    assert (row_ids(windows[0], shape)[-1] == whole).all()
+    assert (row_ids(np.array(windows[0]), shape)[-1] == whole).all()
 
 
 @given(prompt=TOKENS, cut=st.integers(0, 11), second=TOKENS)
@@ -74,7 +74,30 @@ def test_chunks_look_up_what_the_whole_text_does(
     windows, new = step_tokens(batch, context=2)
     assert new == [len(prompt) - start, len(second)]
     for window, n, whole in zip(windows, new, (prompt, second), strict=True):
-        assert (row_ids(window, shape)[-n:] == row_ids(np.array(whole), shape)[-n:]).all()
+        assert (row_ids(np.array(window), shape)[-n:] == row_ids(np.array(whole), shape)[-n:]).all()
+
+
+@given(prompt=TOKENS, cut=st.integers(0, 11), length=st.integers(1, 5))
+def test_what_is_read_ahead_is_what_the_next_chunk_takes(
+    shape: ModelShape, prompt: list[int], cut: int, length: int
+) -> None:
+    """Chunks of one length; the last may be shorter, and after it nothing is read."""
+    start = min(cut, len(prompt) - 1)
+    count = min(length, len(prompt) - start)
+
+    def chunk(start: int, count: int) -> Any:
+        return SimpleNamespace(
+            forward_mode=mode("extend"), reqs=[request(prompt, [])], prefix_lens=[start], extend_lens=[count]
+        )
+
+    windows, new = following_tokens(chunk(start, count), context=2)
+    rest = min(count, len(prompt) - start - count)
+    assert sum(new) == rest
+    if rest:
+        assert (list(map(list, windows)), new) == (
+            list(map(list, step_tokens(chunk(start + count, rest), context=2)[0])),
+            [rest],
+        )
 
 
 def test_rows_arrive_in_the_order_of_the_steps_tokens(rows: TableRows, shape: ModelShape) -> None:

@@ -25,4 +25,4 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return "native"
 
     def support_mamba_cache_extra_buffer(self) -> bool:
-        return False
+        return True  # the references keep the states that the prefix cache snapshots

@@ -19,6 +19,8 @@ def prepare() -> None:
 
     # SGLang enters this context on every device type; the CPU has only one.
     setattr(torch.cpu, "device", lambda index=None: contextlib.nullcontext())  # noqa: B010
+    # The prefix cache's bookkeeping pins its masks without asking whether there is a device to copy them to.
+    setattr(torch.Tensor, "pin_memory", lambda self, *args, **kwargs: self)  # noqa: B010
     # There is no device to time kernels on: the first configuration will do.
     autotuner.Autotuner._bench = lambda self, *args, config=None, **meta: [0.0, 0.0, 0.0]
 

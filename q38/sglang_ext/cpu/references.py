@@ -24,7 +24,9 @@ from q38.sglang_ext.hooks import Hook, apply, exit_on_refusal
 
 _GDN = "sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel"
 _BACKEND = "sglang.srt.layers.attention.linear.gdn_backend."
+_HYBRID = "sglang.srt.layers.attention.hybrid_linear_attn_backend."
 _OPS = "sglang.kernels.ops."
+_CHUNK = 64  # tokens between two states that a prefill hands to the prefix cache, as in SGLang's kernels
 
 
 def install() -> None:
@@ -54,6 +56,7 @@ def _install() -> None:
             ),
             Hook(_OPS + "attention.fla.layernorm_gated.layernorm_fn", "around", gated_norm),
             Hook(_OPS + "elementwise.elementwise.fused_gate_sigmoid_mul_add", "around", add_gated),
+            Hook(_HYBRID + "track_mamba_states_all_layers", "around", keep_states),
         ]
     )
 
@@ -71,9 +74,15 @@ def delta_rule_extend(
     cache_indices: torch.Tensor,
     query_start_loc: torch.Tensor,
     **_kwargs: Any,
-) -> tuple[torch.Tensor, None, None]:
-    """Prefill. q, k [1, T, heads, K]; v [1, T, value heads, V]; g, beta [1, T, value heads]; states [slots, ...]."""
-    return _delta_rule(q, k, v, g, beta, ssm_states, cache_indices, query_start_loc), None, None
+) -> tuple[torch.Tensor, None, torch.Tensor]:
+    """Prefill. q, k [1, T, heads, K]; v [1, T, value heads, V]; g, beta [1, T, value heads]; states [slots, ...].
+
+    Returns:
+        the output; None; [1, N, value heads, V, K], the state before each chunk of each sequence, one after the other.
+    """
+    chunks: list[torch.Tensor] = []
+    out = _delta_rule(q, k, v, g, beta, ssm_states, cache_indices, query_start_loc, chunks)
+    return out, None, torch.stack(chunks)[None] if chunks else ssm_states[None, :0]
 
 
 def delta_rule_decode(
@@ -95,6 +104,23 @@ def delta_rule_decode(
     """One token a sequence; g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)."""
     g, beta = gdn_gating(_original, A_log, a, b, dt_bias)
     return _delta_rule(q, k, v, g, beta, ssm_states, cache_indices, query_start_loc)
+
+
+def keep_states(
+    _original: Callable[..., Any],
+    conv_states: torch.Tensor,
+    ssm_states: torch.Tensor,
+    cache_indices: torch.Tensor,
+    mask: torch.Tensor,
+    kept: torch.Tensor,
+    batch_size: int,
+    check_freed_slots: bool = False,
+) -> None:
+    """Decode: copy the states of the masked sequences to their slots `kept`. States are [layers, slots, ...]."""
+    rows = mask[:batch_size].bool()
+    source, target = cache_indices[:batch_size][rows].long(), kept[:batch_size][rows].long()
+    for states in (conv_states, ssm_states):
+        states[:, target] = states[:, source]
 
 
 def gdn_gating(
@@ -169,6 +195,7 @@ def _delta_rule(
     states: torch.Tensor,
     slots: torch.Tensor,
     starts: torch.Tensor,
+    chunks: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     heads = v.shape[2]
     repeat = heads // q.shape[2]
@@ -181,6 +208,8 @@ def _delta_rule(
     for slot, (begin, end) in zip(slots.tolist(), pairwise(bounds), strict=False):
         state = states[slot].float()  # [value heads, V, K]
         for t in range(begin, end):
+            if chunks is not None and (t - begin) % _CHUNK == 0:
+                chunks.append(state)
             state = state * decay[t, :, None, None]
             error = value[t] - torch.einsum("hvk,hk->hv", state, key[t])
             state = state + torch.einsum("hv,hk->hvk", error * rate[t, :, None], key[t])

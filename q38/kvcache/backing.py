@@ -1,0 +1,268 @@
+"""Device memory behind the pages of a pool: mapped when pages are handed out, given back when the pool is idle.
+
+Every buffer has addresses for the whole context. A page is usable once each chunk that it touches in each
+buffer is backed. Before memory is taken, `headroom` bytes must stay free for the working memory of a step: a
+lender (the expert cache) is asked to shrink first; what it cannot give is refused, down to half the headroom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from q38.base.errors import ResourceError
+from q38.base.units import format_bytes
+from q38.kvcache.addressing import Paging, chunks_of
+from q38.kvcache.chunks import SparseArena
+from q38.kvcache.layout import KvLayout, Part
+from q38.residency.driver import CudaError, Driver
+
+if TYPE_CHECKING:
+    import torch
+
+NOBODYS = 0  # page of padded steps
+_RETRY = 64 * 2**20  # asked for on top after the driver ran out: others may take some meanwhile
+
+
+class KvRefused(ResourceError):
+    """Pages that cannot be backed. `fits`: tokens that could be."""
+
+    def __init__(self, tokens: int, fits: int, free: int, *, short: int) -> None:
+        super().__init__(
+            f"{tokens} tokens of KV cache do not fit: {format_bytes(free)} of GPU memory are free, {format_bytes(short)} short; "
+            f"{fits} tokens would fit",
+            where="KV cache",
+            remedy="shorten the prompt or wait for other requests",
+        )
+        self.tokens, self.fits = tokens, fits
+
+
+class Lender(Protocol):
+    """Whoever gives device memory away for the KV cache."""
+
+    def available(self) -> int:
+        """Bytes that `lend` could give."""
+
+    def lend(self, nbytes: int) -> None:
+        """Give at least so many bytes back to the driver, or as many as there are."""
+
+    def take_back(self) -> None:
+        """The KV cache needs less again."""
+
+
+class Nobody:
+    """No lender: what is free is all there is."""
+
+    def available(self) -> int:
+        """Nothing."""
+        return 0
+
+    def lend(self, nbytes: int) -> None:
+        """Give nothing."""
+
+    def take_back(self) -> None:
+        """Take nothing."""
+
+
+class Backing:
+    """Chunks of every buffer of a pool, by page.
+
+    Args:
+        headroom: bytes of device memory to leave free.
+        lender: asked for memory before anything is refused.
+        chunk: bytes mapped at once, a multiple of the driver's granularity (its default).
+
+    Raises:
+        CudaError: no addresses, or no memory for the page of padded steps.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        layout: KvLayout,
+        paging: Paging,
+        *,
+        headroom: int = 0,
+        lender: Lender | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        self._driver, self.layout, self.paging = driver, layout, paging
+        self.headroom, self.lender = headroom, lender or Nobody()
+        self.chunk = chunk or driver.granularity
+        self._arenas: list[tuple[int, SparseArena]] = []  # bytes of a page, addresses
+        self._of: dict[Part, SparseArena] = {}
+        try:
+            for part in layout.parts():
+                arena = SparseArena(driver, paging.slots * part.row_bytes, self.chunk)
+                self._of[part] = arena
+                self._arenas.append((paging.size * part.row_bytes, arena))
+            self._held = np.zeros(paging.pages + 1, bool)
+            # Chunk counts are the same for all buffers with rows of one width.
+            self._needed = {width: np.zeros(arena.chunks, np.int32) for width, arena in self._arenas}
+            self._map([NOBODYS])
+        except CudaError:
+            with suppress(CudaError):
+                self.close()
+            raise
+
+    def address(self, part: Part) -> int:
+        """First address of a buffer; the whole of it is reserved, the pages held are backed."""
+        return self._of[part].base
+
+    @property
+    def held(self) -> NDArray[np.bool_]:
+        """bool [pages + 1]: the pages that are in use, page 0 among them."""
+        return self._held.copy()
+
+    @property
+    def committed(self) -> int:
+        """Bytes that the driver holds for the pool."""
+        return sum(arena.committed for _, arena in self._arenas)
+
+    def ensure(self, pages: Iterable[int]) -> int:
+        """Back pages that are about to be handed out.
+
+        Returns:
+            bytes newly taken from the driver.
+
+        Raises:
+            KvRefused: they do not fit; no page has changed hands, and no memory was kept.
+        """
+        new = [int(p) for p in np.unique(np.fromiter(pages, np.int64)) if not self._held[p]]
+        if not new:
+            return 0
+        nbytes = self._missing(new)
+        self._require(nbytes, len(new))
+        before = self.committed
+        try:
+            self._map(new)
+        except CudaError:
+            self._borrow(nbytes + _RETRY)  # another process was faster
+            try:
+                self._map(new)
+            except CudaError as error:
+                raise self._refusal(len(new), nbytes, because=error) from error
+        return self.committed - before
+
+    def trim(self, free: Iterable[int]) -> int:
+        """Pages nobody uses any more: give back every chunk that only such pages touch.
+
+        No kernel may still use them: wait for the device first.
+
+        Returns:
+            bytes given back to the driver.
+
+        Raises:
+            CudaError: the driver refused; what it kept is counted in `committed`.
+        """
+        gone = [int(p) for p in np.unique(np.fromiter(free, np.int64)) if p != NOBODYS and self._held[p]]
+        self._count(gone, -1)
+        self._held[gone] = False
+        before = self.committed
+        for width, arena in self._arenas:
+            for chunk in arena.held():
+                if self._needed[width][chunk] == 0:
+                    arena.unmap(chunk)
+        return before - self.committed
+
+    def refusal(self, tokens: int) -> KvRefused | None:
+        """Why so many more tokens of one sequence do not fit, None where they do.
+
+        Taken together, as a pool that is mostly free hands its pages out; scattered pages may touch more chunks.
+        """
+        pages = self.paging.pages_for(tokens)
+        free = int((~self._held).sum())
+        need = self._worst(pages)
+        room = self._room()
+        return None if pages <= free and need <= room else self._refusal(pages, need, tokens=tokens)
+
+    def close(self) -> None:
+        """Give all memory and addresses back."""
+        for _, arena in self._arenas:
+            arena.close()
+        self._arenas, self._of = [], {}
+
+    def _map(self, pages: Sequence[int]) -> None:
+        """Back pages and count them; on failure everything is as before."""
+        taken: list[tuple[SparseArena, int]] = []
+        try:
+            for width, arena in self._arenas:
+                for chunk in sorted({c for page in pages for c in chunks_of(page, width, self.chunk)}):
+                    if not arena.readable(chunk):
+                        taken.append((arena, chunk))
+                        arena.map(chunk)
+        except CudaError:
+            for arena, chunk in taken:
+                with suppress(CudaError):
+                    arena.unmap(chunk)
+            raise
+        self._held[pages] = True
+        self._count(pages, 1)
+
+    def _count(self, pages: Sequence[int], by: int) -> None:
+        for width, needed in self._needed.items():
+            for page in pages:
+                touched = chunks_of(page, width, self.chunk)
+                needed[touched.start : touched.stop] += by
+
+    def _missing(self, pages: Sequence[int]) -> int:
+        chunks = {
+            width: {c for page in pages for c in chunks_of(page, width, self.chunk)} for width in self._needed
+        }
+        return sum(
+            self.chunk for width, arena in self._arenas for c in chunks[width] if not arena.readable(c)
+        )
+
+    def _worst(self, pages: int) -> int:
+        """Bytes that so many pages may take beyond what is backed and free."""
+        spare = {
+            width: int(
+                np.count_nonzero(
+                    [arena.readable(c) and self._needed[width][c] == 0 for c in range(arena.chunks)]
+                )
+            )
+            for width, arena in dict(self._arenas).items()
+        }
+        chunks = {width: max(-(-pages * width // self.chunk) + 1 - spare[width], 0) for width in self._needed}
+        return sum(chunks[width] * self.chunk for width, _ in self._arenas)
+
+    def _room(self) -> int:
+        """Bytes that can be taken, the lender's included, before half the headroom is touched."""
+        return self._driver.memory()[0] - self.headroom // 2 + self.lender.available()
+
+    def _require(self, nbytes: int, pages: int) -> None:
+        if nbytes == 0:
+            return
+        short = nbytes + self.headroom - self._driver.memory()[0]
+        if short > 0:
+            self._borrow(short)
+        if self._driver.memory()[0] - nbytes < self.headroom // 2:
+            raise self._refusal(pages, nbytes)
+
+    def _borrow(self, nbytes: int) -> None:
+        with suppress(ResourceError):  # what it cannot give now is refused like what it does not have
+            self.lender.lend(nbytes)
+
+    def _refusal(
+        self, pages: int, nbytes: int, *, tokens: int | None = None, because: Exception | None = None
+    ) -> KvRefused:
+        room = max(self._room(), 0)
+        unused = int((~self._held).sum()) * self.paging.size
+        fits = min(room // max(self.layout.bytes_per_slot, 1) // self.paging.size * self.paging.size, unused)
+        free = self._driver.memory()[0]
+        wanted = pages * self.paging.size if tokens is None else tokens
+        short = max(nbytes - room, 0) if because is None else nbytes
+        return KvRefused(wanted, min(fits, wanted), free, short=short)
+
+
+def map_memory(backing: Backing, driver: Driver) -> Callable[[Part, int], torch.Tensor]:
+    """`Memory` for a KvPool: tensors over the reserved addresses of a backing."""
+
+    def take(part: Part, nbytes: int) -> torch.Tensor:
+        return driver.tensor(backing.address(part), nbytes)
+
+    return take

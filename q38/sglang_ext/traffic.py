@@ -1,0 +1,79 @@
+"""Which expert rows the model has read, and from where: hit rate and bytes over the link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from q38.kernels.expert_counter import ExpertCounter
+from q38.residency.cache import ExpertCache
+
+PHASES = ("decode", "prefill")
+
+
+@dataclass
+class _Totals:
+    """Since the start. selections: tokens times experts; hits: those whose row lay in device memory.
+
+    host_rows, device_rows: rows read, each once a step however many tokens chose it.
+    """
+
+    selections: int = 0
+    hits: int = 0
+    host_rows: int = 0
+    device_rows: int = 0
+
+
+class Traffic:
+    """Counters on the device, and what they come to under the placement of the time.
+
+    `collect` must run before rows move, or reads are charged to the side that a row went to.
+    """
+
+    def __init__(self, cache: ExpertCache, row_bytes: int, device: torch.device) -> None:
+        self.cache, self.row_bytes = cache, row_bytes
+        self._counters = {phase: ExpertCounter(cache.layers, cache.experts, device) for phase in PHASES}
+        self._last: dict[str, NDArray[np.uint32]] = {
+            phase: np.zeros((2, cache.layers, cache.experts), np.uint32) for phase in PHASES
+        }
+        self.totals = {phase: _Totals() for phase in PHASES}
+        self.counts = np.zeros((cache.layers, cache.experts), np.int64)  # selections, for a routing profile
+
+    def add(self, phase: str, layer: int, ids: torch.Tensor) -> None:
+        """Count a step of one layer. ids: int32 [tokens, top_k], contiguous."""
+        self._counters[phase].add(layer, ids)
+
+    def collect(self) -> None:
+        """Bring the totals up to date. Waits for the device."""
+        resident = self.cache.resident  # bool [L, E]
+        for phase, counter in self._counters.items():
+            now = counter.read()
+            selections, reads = (now - self._last[phase]).astype(
+                np.int64
+            )  # unsigned: right across a wrap-around
+            self._last[phase] = now.copy()
+            total = self.totals[phase]
+            total.selections += int(selections.sum())
+            total.hits += int(selections[resident].sum())
+            total.device_rows += int(reads[resident].sum())
+            total.host_rows += int(reads[~resident].sum())
+            self.counts += selections
+
+    def status(self, top_k: int) -> dict[str, Any]:
+        """Per phase: tokens, hit_rate, and bytes of host rows read, in all and per token."""
+        found = {}
+        for phase, total in self.totals.items():
+            tokens = total.selections / (top_k * self.cache.layers)
+            nbytes = total.host_rows * self.row_bytes
+            found[phase] = {
+                "tokens": round(tokens),
+                "hit_rate": total.hits / total.selections if total.selections else None,
+                "host_bytes": nbytes,
+                "device_bytes": total.device_rows * self.row_bytes,
+                "host_bytes_per_token": nbytes / tokens if tokens else None,
+            }
+        return found
