@@ -223,4 +223,5 @@ VERBS: dict[str, tuple[Part, ...]] = {
     "verify": _SERVE,
     "bench": _CORE,
     "oracle": _SERVE,
+    "release": (*_CORE, _disk),
 }

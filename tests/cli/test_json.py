@@ -21,7 +21,7 @@ def _tree(*roots: Path) -> dict[Path, tuple[int, int]]:
 
 DRY = [
     "synth tiny", "synth sparse", "split-ple", "quantize", "requant-int8", "build-placement", "oracle save", "run", "serve", "bench serve",
-    "tune-triton", "release build",
+    "tune-triton", "release build", "synth full", "oracle kv",
 ]  # fmt: skip
 
 
@@ -48,6 +48,8 @@ def test_a_dry_run_writes_nothing_and_its_json_parses(
         "serve": [tiny_quantized, "--ple", tiny_ple, "--port", "0"],
         "bench serve": ["--contexts", "32", "-o", out],
         "tune-triton": [tiny_source, "-o", out],
+        "synth full": [out],
+        "oracle kv": [tiny_quantized, "-o", out / "kv.json", "--ple", tiny_ple, "--device", "cpu"],
         "release build": [tiny_quantized, "--ple", tiny_ple, "-o", out],
     }
     monkeypatch.chdir(tmp_path)
