@@ -28,7 +28,11 @@ PleOption = Annotated[
     ),
 ]
 PromptsOption = Annotated[
-    Path | None, typer.Option(help="Prompt file; default: the set that ships with q38.", show_default=False)
+    Path | None,
+    typer.Option(
+        help="Prompt file, or short: the set that ships with q38 without its long prompts; default: that set.",
+        show_default=False,
+    ),
 ]
 ServerOption = Annotated[
     str | None,

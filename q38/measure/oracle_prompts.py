@@ -13,6 +13,7 @@ from q38.data import data_path
 from q38.measure.identity import digest
 
 SCHEMA = "q38.oracle-prompts/1"
+SHORT = "short"
 
 
 @dataclass(frozen=True)
@@ -50,22 +51,28 @@ class Item:
 
 
 def load_prompts(file: Path | None = None) -> PromptSet:
-    """A prompt file, or the one that ships with q38.
+    """A prompt file, or the set that ships with q38.
+
+    Args:
+        file: `short` is the shipped set without its long prompts, which most of the time goes to.
 
     Raises:
         InputError: no such file, or an entry that is no prompt.
     """
-    path = file or data_path("assets", "oracle", "prompts.json")
+    short = file == Path(SHORT)
+    path = data_path("assets", "oracle", "prompts.json") if file is None or short else file
     raw = read_json(path)
     entries = raw.get("prompts")
     if raw.get("schema") != SCHEMA or not isinstance(entries, list) or not entries:
         raise InputError(
             f"is no {SCHEMA} file with prompts", where=path, remedy="start from assets/oracle/prompts.json"
         )
+    if short:
+        entries = [entry for entry in entries if entry["kind"] != "long"]
     prompts = tuple(_prompt(entry, path) for entry in entries)
     if len({p.id for p in prompts}) != len(prompts):
         raise InputError("two prompts have the same id", where=path, remedy="rename one of them")
-    return PromptSet(str(raw.get("name", path.stem)), digest(entries), prompts)
+    return PromptSet(SHORT if short else str(raw.get("name", path.stem)), digest(entries), prompts)
 
 
 def tokenize(prompts: Sequence[Prompt], tokenizer: Any) -> list[Item]:

@@ -183,7 +183,10 @@ class Verify(Section):
 class Oracle(Section):
     """Fixed continuations, scored after the build and again at the end."""
 
-    prompts: str | None = Field(None, description="Prompt file; without it the set that ships with q38.")
+    prompts: str | None = Field(
+        None,
+        description="Prompt file, or short: the set that ships with q38 without its long prompts; without it that set.",
+    )
     repeats: int = Field(2, ge=2, description="Times to score; the spread is stored as the noise.")
 
 

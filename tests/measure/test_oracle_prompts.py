@@ -26,6 +26,12 @@ def test_the_long_prompt_is_longer_than_the_sparse_attention_budget(tiny_source:
     assert all(len(item.prompt) > 2048 for item in tokenize(long, load_tokenizer(tiny_source)))
 
 
+def test_short_is_the_shipped_set_without_its_long_prompts() -> None:
+    whole, short = load_prompts(), load_prompts(Path("short"))
+    assert short.prompts == tuple(p for p in whole.prompts if p.kind != "long") != whole.prompts
+    assert short.name == "short" and short.sha256 != whole.sha256
+
+
 def test_ids_are_those_of_prompt_and_continuation_apart(tiny_source: Path) -> None:
     from q38.hf.load import load_tokenizer
 
