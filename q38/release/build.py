@@ -23,6 +23,7 @@ from q38.base import settings
 from q38.base.errors import CheckFailed, InputError
 from q38.base.packages import installed_packages
 from q38.base.progress import SILENT, Progress
+from q38.base.threads import Advance, spread
 from q38.checkpoint.job import STATE, Job
 from q38.checkpoint.writer import atomic_file, fsync_directory, require_free_space, writing
 from q38.release.card import make_card, read_card
@@ -38,7 +39,6 @@ from q38.release.layout import (
     files_below,
 )
 from q38.release.seal import SCHEMA, read_seal, sums_text, write_seal
-from q38.release.threads import Advance, spread
 
 _GENERATED = 2**20  # bytes kept free for the card, the sums and the seal
 _NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})

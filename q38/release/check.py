@@ -15,11 +15,11 @@ from typing import Any
 from q38.base import settings
 from q38.base.errors import InputError
 from q38.base.progress import SILENT, Progress
+from q38.base.threads import spread
 from q38.checkpoint.header import read_header
 from q38.release.hashing import SealedFile, hash_range
 from q38.release.layout import RELEASE, files_below
 from q38.release.seal import BrokenSeal, Seal, parse_digest, read_seal
-from q38.release.threads import spread
 
 SCHEMA = "q38.release-check/1"
 _SHARD = ".safetensors"

@@ -10,15 +10,16 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from q38.base.errors import InputError
-from q38.base.progress import SILENT, Progress, Task
+from q38.base.progress import SILENT, Progress
 from q38.base.settings import cpu_count
+from q38.base.threads import Advance, spread
 from q38.checkpoint.header import ITEM_BITS
 from q38.checkpoint.index import INDEX, read_json
 from q38.checkpoint.job import MANIFEST, Job
@@ -221,29 +222,25 @@ def _write_profile(job: Job, weights: PackedWeights) -> None:
 def _write_shards(
     job: Job, todo: Mapping[str, list[Expected]], weights: PackedWeights, threads: int, progress: Progress
 ) -> None:
-    total = sum(_nbytes(t) for shard in todo.values() for t in shard)
-    with progress.task("synth full", total) as task, ThreadPoolExecutor(threads) as pool:
-        waiting = {
-            pool.submit(_write_shard, job.out / name, shard, weights, task): name
-            for name, shard in todo.items()
-        }
-        try:
-            for done in as_completed(waiting):
-                job.commit(waiting[done], files={waiting[done]: done.result()})
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    spread(
+        {name: partial(_write_shard, job.out / name, shard, weights) for name, shard in todo.items()},
+        lambda name, record: job.commit(name, files={name: record}),
+        label="synth full",
+        total=sum(_nbytes(t) for shard in todo.values() for t in shard),
+        workers=threads,
+        progress=progress,
+    )
 
 
-def _write_shard(path: Path, tensors: list[Expected], weights: PackedWeights, task: Task) -> FileRecord:
+def _write_shard(path: Path, tensors: list[Expected], weights: PackedWeights, advance: Advance) -> FileRecord:
     entries = [(t.name, t.dtypes[0], t.shape, _nbytes(t)) for t in tensors]
-    record = stream_safetensors(path, entries, _pieces(tensors, weights, task))
+    record = stream_safetensors(path, entries, _pieces(tensors, weights, advance))
     with path.open("rb") as f:  # the server reads it from the disk, as it would the real one
         os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return record
 
 
-def _pieces(tensors: list[Expected], weights: PackedWeights, task: Task) -> Iterator[bytearray]:
+def _pieces(tensors: list[Expected], weights: PackedWeights, advance: Advance) -> Iterator[bytearray]:
     """The bytes of all tensors in pieces of some megabytes: a write for each small tensor would cost more than its bytes."""
     piece = bytearray()
     for tensor in tensors:
@@ -251,10 +248,10 @@ def _pieces(tensors: list[Expected], weights: PackedWeights, task: Task) -> Iter
             piece += chunk
             if len(piece) >= _PIECE:
                 yield piece
-                task.advance(len(piece))
+                advance(len(piece))
                 piece = bytearray()
     yield piece
-    task.advance(len(piece))
+    advance(len(piece))
 
 
 def _nbytes(tensor: Expected) -> int:
