@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from benchmarks.quantize_block import Bench
 
 _SEQUENCES = 8  # per step, AutoRound's default
+_STEPS = 200  # AutoRound's default
 
 
 def autoround(
@@ -38,11 +39,12 @@ def autoround(
 
     Args:
         states: what enters the block, one [1, T, hc_count * H] per sequence.
-        options: "alg_ext"; "low" moves AutoRound's caches to the host, as `q38 quantize` has it; "steps=N"; "limit=S"
-            gives up after S seconds, when the time of each step and the peak so far have been said.
+        options: "alg_ext"; "low" moves AutoRound's caches to the host, as `q38 quantize` has it; "steps=N"; "stop=S"
+            ends the tuning at the first step after S seconds in the block that is no better than the best so far,
+            whose state is kept; "limit=S" gives up after S seconds, when the time of a step and the peak have been said.
     """
     changes = dict(option.split("=") for option in options if "=" in option)
-    steps = int(changes.get("steps", bench.args.steps or 200))
+    steps = int(changes.get("steps", bench.args.steps or _STEPS))
     recipe = parse_recipe(
         {
             "schema": "q38.recipe/1",
@@ -84,7 +86,7 @@ def autoround(
     begun = bench.sync()
     with (
         logged_to(scratch / "autoround.log") as log,
-        _inputs(states, bench, marks),
+        _inputs(states, bench, marks, stop=float(changes.get("stop", "inf"))),
         _caches_on_the_device(bench.cuda and "low" not in options),
         _limited(float(changes.get("limit", 0))),
         torch.enable_grad(),
@@ -96,14 +98,16 @@ def autoround(
         )  # fmt: skip
         loss = log.take_loss()
     peak = bench.peak()
+    full = marks["packed"] - marks["entered"] + marks.get("a step", 0.0) * (_STEPS - marks["count"])
+    bench.say(f"AutoRound: {full:.0f} s a block with {_STEPS} steps, DERIVED from the seconds of a step")
     bench.say(
         f"AutoRound: {marks['entered'] - begun:.1f} s until the block, {marks['tuned'] - marks['entered']:.1f} s in it"
-        f" ({marks['steps']:.1f} s in {steps} steps), {marks['packed'] - marks['tuned']:.1f} s packing"
+        f" ({marks['steps']:.1f} s in {marks['count']:.0f} steps), {marks['packed'] - marks['tuned']:.1f} s packing"
     )
     return {
         "seconds": marks["packed"] - marks["entered"],
         "tuning": marks["steps"],
-        "steps": steps,
+        "steps": int(marks["count"]),
         "peak": peak,
         "error": bench.error(block, judged, outputs(experts, judged, 2)),
         **loss,
@@ -111,7 +115,9 @@ def autoround(
 
 
 @contextmanager
-def _inputs(states: list[torch.Tensor], bench: Bench, marks: dict[str, float]) -> Iterator[None]:
+def _inputs(
+    states: list[torch.Tensor], bench: Bench, marks: dict[str, float], *, stop: float
+) -> Iterator[None]:
     """Give AutoRound's first block other inputs than the embedding of the calibration tokens, and time it."""
     from auto_round.algorithms.composer import AlgorithmComposer
     from auto_round.algorithms.quantization.sign_round.quantizer import SignRoundQuantizer
@@ -136,11 +142,18 @@ def _inputs(states: list[torch.Tensor], bench: Bench, marks: dict[str, float]) -
     @functools.wraps(stepped)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stepped(self, *args, **kwargs)
-        marks["count"] = marks.get("count", 0) + 1
-        if marks["count"] in (1, 2) or marks["count"] % 10 == 0:
+        now = bench.sync()
+        count = marks["count"] = marks.get("count", 0) + 1
+        if count == 1:
+            marks["first"] = now
+        else:
+            marks["a step"] = (now - marks["first"]) / (count - 1)
+        if now - marks["entered"] > stop:
+            self.dynamic_max_gap = 1  # AutoRound's own early end
+        if count <= 5 or count % 10 == 0:
             bench.say(
-                f"AutoRound: step {marks['count']:.0f}, {bench.sync() - marks['entered']:.1f} s in the block,"
-                f" peak {bench.peak():.1f} GiB"
+                f"AutoRound: step {count:.0f}, {now - marks['entered']:.1f} s in the block,"
+                f" {marks.get('a step', 0):.3f} s a step after the first, peak {bench.peak():.1f} GiB"
             )
         return result
 

@@ -128,6 +128,8 @@ class Meter:
         if self._gpus:
             import torch
 
+            # Nothing has used CUDA yet where AutoRound tunes, and a reset before it is an "invalid device argument".
+            torch.cuda.init()  # type: ignore[no-untyped-call]
             for n in self._gpus:
                 torch.cuda.reset_peak_memory_stats(n)
 

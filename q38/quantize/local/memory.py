@@ -13,7 +13,7 @@ tokens an expert is tuned on at most, m the rows of a step, H and I the sizes of
         8 m st. which token each row of each step is
     once               = T H b + 16 k T + reserve, T tokens of calibration, k experts per token:
                          the experts' inputs, and the routing; the reserve is for GPTQ's Hessians and the libraries
-    experts at once    = (9/10 free - once) / bytes of an expert, at least 1, at most all
+    experts at once    = (9/10 free - once) / bytes of an expert, at least 1, at most an even share of each device
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def fixed_bytes(sizes: Sizes, *, cuda: bool) -> int:
     return inputs + (RESERVE_CUDA if cuda else RESERVE_CPU)
 
 
-def experts_at_once(sizes: Sizes, settings: Settings, free: int, *, cuda: bool) -> int:
-    """The size of a batch, evened out over the batches of a block.
+def experts_at_once(sizes: Sizes, settings: Settings, free: int, *, cuda: bool, devices: int = 1) -> int:
+    """The size of a batch, evened out over the batches of a block, of which every device gets as many.
 
     Raises:
         ResourceError: not one expert fits in `free` bytes.
@@ -84,6 +84,7 @@ def experts_at_once(sizes: Sizes, settings: Settings, free: int, *, cuda: bool) 
             remedy="lower calibration.samples, or take the method rtn",
         )
     batches = -(-sizes.experts // min(fit, sizes.experts))
+    batches = -(-batches // devices) * devices
     return -(-sizes.experts // batches)
 
 

@@ -152,7 +152,7 @@ class LocalTuning(Calibrated):
             cuda = self._devices[0].type == "cuda"
             if not cuda:  # what enters a block and what leaves it, in float32, lie in the same memory
                 free -= 2 * 2 * self.work.plan.calibration_bytes
-            count = experts_at_once(sizes, self._settings, free, cuda=cuda)
+            count = experts_at_once(sizes, self._settings, free, cuda=cuda, devices=len(self._devices))
             job.commit(unit, result={"experts": count, "free_bytes": free})
             self.work.progress.say(f"{count} experts at once in {format_bytes(free)} of free memory")
         return int(job.done[unit]["result"]["experts"])

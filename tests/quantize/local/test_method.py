@@ -20,7 +20,8 @@ from q38.checkpoint.index import Checkpoint
 from q38.checkpoint.packing import PackedMatrix, dequantize
 from q38.model.names import LAYERS
 from q38.quantize.driver import quantize
-from q38.quantize.local.block import quantize_batch, quantize_experts
+from q38.quantize.local.block import Batch, quantize_batch
+from q38.quantize.local.method import LocalTuning
 from q38.quantize.rtn import round_to_nearest
 from q38.recipe.schema import Recipe
 from tests.quantize.test_resume import SUICIDE, done
@@ -113,18 +114,23 @@ def test_two_devices_write_the_bytes_of_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads: set[str] = set()
+    sizes: list[int] = []
+    begin = LocalTuning.__init__
 
-    def split(*args: Any, **kwargs: Any) -> Any:
-        return quantize_experts(*args, **{**kwargs, "devices": [torch.device("cpu")] * 2})
+    def split(self: LocalTuning, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self._devices = [torch.device("cpu")] * 2
 
-    def watched(*args: Any) -> Any:
+    def watched(block: int, batch: Batch, *args: Any) -> Any:
         threads.add(threading.current_thread().name)
-        return quantize_batch(*args)
+        sizes.append(len(batch.experts))
+        return quantize_batch(block, batch, *args)
 
-    monkeypatch.setattr("q38.quantize.local.method.quantize_experts", split)
+    monkeypatch.setattr(LocalTuning, "__init__", split)
     monkeypatch.setattr("q38.quantize.local.block.quantize_batch", watched)
     quantize(tiny_source, tmp_path / "out", recipe, ple=tiny_ple)
     assert len(threads) > 1
+    assert max(sizes) <= 16 // 2  # though memory holds all 16 experts at once
     assert same_files(finished, tmp_path / "out")
 
 

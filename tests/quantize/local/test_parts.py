@@ -157,6 +157,14 @@ def test_a_batch_fits_the_free_memory_and_batches_are_even(gib: float, method: s
     assert count * (batches - 1) < 512 and 512 / batches > count - 1
 
 
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_every_device_gets_as_many_batches(devices: int) -> None:
+    for gib in (23, 139):
+        count = experts_at_once(REAL, settings(), gib * 2**30, cuda=True, devices=devices)
+        assert -(-512 // count) % devices == 0
+        assert count <= experts_at_once(REAL, settings(), gib * 2**30, cuda=True)
+
+
 def test_too_little_memory_is_refused_with_the_shortfall() -> None:
     with pytest.raises(ResourceError, match=r"GPU memory: tuning one expert takes .* are free: .* short"):
         experts_at_once(REAL, settings(), 4 * 2**30, cuda=True)

@@ -31,4 +31,4 @@ def test_on_a_real_model_searching_beats_rounding_and_tuning_beats_both() -> Non
             kl[name] = float((reference.exp() * (reference - ours)).sum(-1).mean())
     assert -reference.gather(2, targets).mean() < 4  # the weights were read as they are meant
     assert kl["opt-rtn"] < 0.9 * kl["rtn"]  # 0.65 against 0.79
-    assert kl["expert-local"] < 0.9 * kl["opt-rtn"]  # 0.52
+    assert kl["expert-local"] < 0.9 * kl["opt-rtn"]  # 0.52; 0.40 and 0.44 with seeds 1 and 2
