@@ -22,8 +22,14 @@ def tune_triton(
         ),
     ] = None,
     out: Annotated[
-        Path, typer.Option("-o", "--out", help="Directory for <GPU>.json and report.json.")
-    ] = Path("tuned"),
+        Path | None,
+        typer.Option(
+            "-o",
+            "--out",
+            help="Directory for <GPU>.json and report.json; default: where q38 serve looks for it.",
+            show_default=False,
+        ),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -48,8 +54,10 @@ def tune_triton(
     pair, and only wins above 2 % over the default are kept. A killed run resumes with the same command.
     """
     with session(json_mode=json, debug=debug) as console:
+        from q38.kernels.configs import own_directory
         from q38.measure.kernels import plan_tuning, tune_model_kernels
 
+        out = out or own_directory()
         chosen = tuple(part.strip() for part in kernels.split(",") if part.strip())
         if dry_run:
             plan = plan_tuning(model, trace=trace, kernels=chosen, layers=layers)

@@ -1,12 +1,13 @@
 """Tuned launch geometry: JSON files keyed by device, Triton version, shape and token count.
 
-A shipped file sits in assets/triton/<device>.json; `q38 tune-triton` writes the same format. A lookup
-wants the same device and shape, and takes the nearest token count (by ratio). Without a match every
-kernel has a default that runs anywhere.
+A shipped file sits in assets/triton/<device>.json; `q38 tune-triton` writes the same format, by default to the
+directory that is looked in first. A lookup wants the same device and shape, and takes the nearest token count (by
+ratio). Without a match every kernel has a default that runs anywhere.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from q38.base import settings
 from q38.base.errors import InputError
 from q38.checkpoint.index import read_json
 from q38.data import data_path
@@ -92,6 +94,22 @@ def shipped(device: str) -> Tuned | None:
     """The file that comes with q38 for a device name as the driver gives it, or None."""
     file = data_path("assets", "triton", file_name(device))
     return load(file) if file.exists() else None
+
+
+def own_directory() -> Path:
+    """Where the files that this user tuned are looked for."""
+    return settings.load().state_dir / "tuned"
+
+
+@functools.lru_cache(maxsize=8)
+def in_use(device: str) -> Tuned | None:
+    """The user's own file for a device, else the shipped one, else None. Read once.
+
+    Raises:
+        InputError: the file is malformed.
+    """
+    own = own_directory() / file_name(device)
+    return load(own) if own.is_file() else shipped(device)
 
 
 def file_name(device: str) -> str:

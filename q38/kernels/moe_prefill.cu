@@ -20,13 +20,10 @@
 #define BLOCK_TOKENS 64
 #define TOKEN_BYTES 272  // 128 inputs and 16 bytes that spread tokens over banks
 
-// packed[row] and back[row] (the inverse power of two) of x [rows, INPUTS]. One block of up to 1024 threads a row.
-extern "C" __global__ void pack(const u16* x, u32* __restrict__ packed, float* __restrict__ back) {
-  __shared__ u32 warp_max[32];
-  wait_for_previous_grid();
-  let_next_grid_start();
+// packed[row] and back[row] (the inverse power of two) of a row of x [rows, INPUTS]. A whole block of up to 1024 threads.
+__device__ __forceinline__ void pack_row(const u16* x, u32* __restrict__ packed, float* __restrict__ back, int row, u32* warp_max) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-  x += (long long)blockIdx.x * INPUTS;
+  x += (long long)row * INPUTS;
   u32 m = 0;
   for (int group = warp; group < GROUPS; group += warps) m = max(m, max_magnitude(load_activations(x, group, lane)));
   m = __reduce_max_sync(0xffffffffu, m);
@@ -35,30 +32,34 @@ extern "C" __global__ void pack(const u16* x, u32* __restrict__ packed, float* _
   m = __reduce_max_sync(0xffffffffu, lane < warps ? warp_max[lane] : 0u);
   const u32 exponent = scale_exponent(m);
   for (int group = warp; group < GROUPS; group += warps)
-    pack_group(packed + (long long)blockIdx.x * (INPUTS / 2), load_activations(x, group, lane), __uint_as_float(exponent << 23), group, lane);
-  if (threadIdx.x == 0) back[blockIdx.x] = __uint_as_float((254u - exponent) << 23);
+    pack_group(packed + (long long)row * (INPUTS / 2), load_activations(x, group, lane), __uint_as_float(exponent << 23), group, lane);
+  if (threadIdx.x == 0) back[row] = __uint_as_float((254u - exponent) << 23);
 }
 
-// out[slot, n] for the block's slots and the warp's columns. Grid (columns / (4 * WARP_COLUMNS), blocks).
+#include "moe_pack.cuh"
+
+// out[slot, n] for the slots of the blocks of the experts from `begin` to before `end`, and the warp's columns.
+// Grid (columns / (4 * WARP_COLUMNS), at least as many blocks).
 // GATED: silu(gate) * up of token slot / TOP_K. Else: the routed weight times the product of row `slot`.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
 grouped(const u32* packed, const float* back, const u64* table, const int* order, const int* block_expert,
-        const int* block_start, const int* block_live, const float* weights, u16* out) {
+        const int* block_start, const int* block_live, const int* first_block, const float* weights, u16* out,
+        int begin, int end) {
   __shared__ __align__(16) char tokens[2][BLOCK_TOKENS * TOKEN_BYTES];
   __shared__ int slots[BLOCK_TOKENS];
   wait_for_previous_grid();
   let_next_grid_start();
-  const int expert = block_expert[blockIdx.y];
-  if (expert < 0) return;
+  const int block = first_block[begin] + blockIdx.y;
+  if (block >= first_block[end]) return;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-  const int first = block_start[blockIdx.y], live = block_live[blockIdx.y];
+  const int first = block_start[block], live = block_live[block];
   for (int i = threadIdx.x; i < BLOCK_TOKENS; i += WARPS * 32) slots[i] = order[first + min(i, live - 1)];
   __syncthreads();
 
   const int n0 = (blockIdx.x * WARPS + warp) * WARP_COLUMNS;
   const bool active = n0 < OUTPUTS;  // the last block may have warps without columns; they only help with the tokens
-  const char* row = (const char*)table[expert];
+  const char* row = (const char*)table[block_expert[block]];
   const u32* words = (const u32*)(row + W_OFFSET) + t * COLUMNS + (active ? n0 : 0) + 4 * g;
   const u16* scales = (const u16*)(row + S_OFFSET) + (active ? n0 : 0) + 4 * g;
 

@@ -3,8 +3,9 @@
 CUDA where NVRTC is there and groups are of 128 (moe_prefill_cuda.py), else Triton (this file).
 
 Slots (token, expert) are sorted by expert and cut into blocks of `block_m`, each block of one expert.
-The kernels reach the rows through the int64 table: resident rows are read in place, a cold row where
-the caller has staged it (write its staging address into the table given here). No load leaves a row.
+The kernels reach the rows through the int64 table: in device memory, or in host memory over the link. Or the
+caller copies host rows to the device, a part at a time, and the CUDA kernels take each part when it is there
+(`Parts`). No load leaves a row.
 
 Reading order in Triton. Word `kw` holds inputs 16 kw .. 16 kw + 15, so activations are permuted once to
 [slot, 16, K / 16]; the product then runs over code position i and word rows, and no tile of codes is
@@ -26,7 +27,7 @@ import triton.language as tl
 
 from q38.base.errors import InputError
 from q38.kernels import moe_prefill_cuda
-from q38.kernels.moe_prefill_cuda import CudaConfig, HopperConfig, MmaConfig
+from q38.kernels.moe_prefill_cuda import CudaConfig, HopperConfig, MmaConfig, Parts
 from q38.kernels.moe_sort import sort_slots
 from q38.kernels.rows import RowLayout
 
@@ -140,6 +141,7 @@ def moe_prefill(
     scale_dtype: torch.dtype = torch.float16,
     config: PrefillConfig | CudaConfig | None = None,
     backend: Literal["auto", "cuda", "triton"] = "auto",
+    parts: Parts | None = None,
 ) -> torch.Tensor:
     """One MoE layer for any number of tokens.
 
@@ -151,13 +153,15 @@ def moe_prefill(
         scale_dtype: of the scales in the rows.
         config: geometry; that of the Triton backend makes "auto" take Triton.
         backend: "auto" takes CUDA where it can run this shape.
+        parts: the experts in another order and in parts, for CUDA alone; the table goes by that order then. The result
+            has the same bits.
 
     Returns:
         [M, hidden] of x's dtype. The contributions of the experts are rounded to it before their fp32 sum.
 
     Raises:
         InputError: experts not of 2 bits, or a dtype that is not 16 bit.
-        ResourceError: the CUDA backend was asked for and cannot run here.
+        ResourceError: the CUDA backend was asked for, by name or by parts, and cannot run here.
     """
     if layout.bits != 2 or x.dtype not in (torch.float16, torch.bfloat16):
         raise InputError(
@@ -166,15 +170,14 @@ def moe_prefill(
             remedy="use 2 bits and 16-bit floats",
         )
     triton_config = config if isinstance(config, PrefillConfig) else None
-    if backend == "cuda" or (
-        backend == "auto" and triton_config is None and moe_prefill_cuda.missing(layout, x) is None
-    ):
+    fits = backend == "auto" and triton_config is None and moe_prefill_cuda.missing(layout, x.device) is None
+    if backend == "cuda" or parts is not None or fits:
         cuda_config = None if isinstance(config, PrefillConfig) else config
-        return moe_prefill_cuda.run(x, table, ids, weights, layout, scale_dtype, cuda_config)
+        return moe_prefill_cuda.run(x, table, ids, weights, layout, scale_dtype, cuda_config, parts)
     c = triton_config or PrefillConfig()
     m, top_k = ids.shape
     slots = m * top_k
-    order, block_expert, block_start, block_live = sort_slots(ids, table.numel(), c.block_m)
+    order, block_expert, block_start, block_live, *_ = sort_slots(ids, table.numel(), c.block_m)
     h = torch.empty(slots, layout.intermediate, dtype=x.dtype, device=x.device)
     partial = torch.empty(slots, layout.hidden, dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)

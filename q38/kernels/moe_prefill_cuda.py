@@ -1,20 +1,21 @@
 """The CUDA backend of the prefill MoE: pack, gate-up, pack, down, sum.
 
 Kernels: moe_prefill_hopper.cu on Hopper (wgmma), moe_prefill.cu elsewhere (mma), moe_sort.cu, moe_sum.cu.
+Gate-up, pack and down may go through the experts in parts, each once its rows are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from q38.base.errors import ResourceError
 from q38.kernels import nvrtc
-from q38.kernels.moe_sort import sort_slots
+from q38.kernels.moe_sort import SlotBlocks, sort_slots
 from q38.kernels.rows import RowLayout
 
 SUM = Path(__file__).with_name("moe_sum.cu")
@@ -90,11 +91,11 @@ def tile_of(config: CudaConfig) -> Tile:
     return Tile(source, c.block_tokens, 128 * c.warpgroups, columns, shared, constants, tiles)
 
 
-def missing(layout: RowLayout, x: torch.Tensor) -> str | None:
-    """Why the CUDA kernels cannot run here, or None."""
+def missing(layout: RowLayout, device: torch.device) -> str | None:
+    """Why the CUDA kernels cannot run there, or None."""
     if layout.group != 128:
         return f"groups of {layout.group}, not 128"
-    return "no CUDA device" if x.device.type != "cuda" else nvrtc.available()
+    return "no CUDA device" if device.type != "cuda" else nvrtc.available()
 
 
 def defines(
@@ -122,6 +123,19 @@ def sum_defines(layout: RowLayout, top_k: int, dtype: torch.dtype) -> dict[str, 
     }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Parts:
+    """One layer's experts in an order, and where that order is cut.
+
+    positions: int32 [experts], on the device: where each expert stands in the order. The table goes by position.
+    ranges: (begin, end) positions, one after the other. Taking the next one must leave the stream in a state in which its
+        rows can be read; the ones before it are enqueued by then.
+    """
+
+    positions: torch.Tensor
+    ranges: Iterable[tuple[int, int]]
+
+
 def run(
     x: torch.Tensor,
     table: torch.Tensor,
@@ -130,46 +144,96 @@ def run(
     layout: RowLayout,
     scale_dtype: torch.dtype,
     config: CudaConfig | None = None,
+    parts: Parts | None = None,
 ) -> torch.Tensor:
     """moe_prefill for arguments that it has checked.
 
     Raises:
         ResourceError: the kernels cannot run here.
     """
-    if (reason := missing(layout, x)) is not None:
+    if (reason := missing(layout, x.device)) is not None:
         raise ResourceError(reason, where="prefill kernel", remedy="use the Triton backend")
-    m, top_k = ids.shape
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    dependent = torch.cuda.get_device_capability(x.device)[0] >= 9
-    tile = tile_of(config or default_config(x.device, ids.numel(), table.numel()))
-    plan = sort_slots(ids, table.numel(), tile.block_tokens)
-    blocks = plan[1].numel()
-
-    def product(source: torch.Tensor, gated: bool) -> torch.Tensor:
-        which = 0 if gated else 1
-        constants = defines(layout, top_k, gated, x.dtype, scale_dtype)
-        constants |= {**tile.constants, "TILES": tile.tiles[which]}
-        pack, grouped = nvrtc.load_kernels(tile.source, constants, ("pack", "grouped"))
-        rows, inputs, outputs = source.shape[0], constants["INPUTS"], constants["OUTPUTS"]
-        packed = torch.empty(rows, inputs // 2, dtype=torch.int32, device=x.device)
-        back = torch.empty(rows, dtype=torch.float32, device=x.device)
-        out = torch.empty(m * top_k, outputs, dtype=x.dtype, device=x.device)
-        pack.launch(
-            (rows, 1), 32 * min(32, inputs // 128), (source, packed, back), stream=stream, dependent=dependent
-        )
-        arguments: tuple[Any, ...] = (packed, back, table, *plan, weights, out)
-        grid = (-(-outputs // tile.columns[which]), blocks)
-        if tile.shared_bytes:
-            grouped.allow_shared(tile.shared_bytes)
-        grouped.launch(
-            grid, tile.threads, arguments, stream=stream, shared_bytes=tile.shared_bytes, dependent=dependent
-        )
-        return out
-
-    partial = product(product(x, True), False)
-    (sum_slots,) = nvrtc.load_kernels(SUM, sum_defines(layout, top_k, x.dtype), ("sum_slots",))
+    experts, dependent = table.numel(), torch.cuda.get_device_capability(x.device)[0] >= 9
+    tile = tile_of(config or default_config(x.device, ids.numel(), experts))
+    sort = sort_slots(ids, experts, tile.block_tokens, None if parts is None else parts.positions)
+    gate_up = _Product(True, x.shape[0], ids, layout, tile, sort, x.dtype, scale_dtype)
+    down = _Product(False, ids.numel(), ids, layout, tile, sort, x.dtype, scale_dtype)
+    gate_up.pack(x, x.shape[0], 0, experts)
+    for begin, end in ((0, experts),) if parts is None else parts.ranges:
+        # What a part waits for comes between two launches: the first one after it is a plain one.
+        h = gate_up.multiply(table, weights, begin, end, dependent=dependent and parts is None)
+        # A part is a stretch of the sorted slots, whose length only the device knows.
+        down.pack(h, ids.numel() if parts is None else min(ids.numel(), _pack_blocks(x.device)), begin, end)
+        partial = down.multiply(table, weights, begin, end, dependent=dependent)
+    (sum_slots,) = nvrtc.load_kernels(SUM, sum_defines(layout, ids.shape[1], x.dtype), ("sum_slots",))
     out = torch.empty_like(x)
-    sum_slots.launch(
-        (m, -(-layout.hidden // 256)), 128, (partial, ids, out), stream=stream, dependent=dependent
-    )
+    grid = (x.shape[0], -(-layout.hidden // 256))
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    sum_slots.launch(grid, 128, (partial, ids, out), stream=stream, dependent=dependent)
     return out
+
+
+class _Product:
+    """Gate-up or down of one call: its two kernels, and the buffers that all parts share.
+
+    Args:
+        rows: of its inputs. Outputs are one row a slot.
+    """
+
+    def __init__(
+        self,
+        gated: bool,
+        rows: int,
+        ids: torch.Tensor,
+        layout: RowLayout,
+        tile: Tile,
+        sort: SlotBlocks,
+        dtype: torch.dtype,
+        scale_dtype: torch.dtype,
+    ) -> None:
+        which, device = 0 if gated else 1, ids.device
+        constants = defines(layout, ids.shape[1], gated, dtype, scale_dtype)
+        constants |= {**tile.constants, "TILES": tile.tiles[which]}
+        self._pack, self._grouped = nvrtc.load_kernels(tile.source, constants, ("pack", "grouped"))
+        if tile.shared_bytes:
+            self._grouped.allow_shared(tile.shared_bytes)
+        self.tile, self.sort, self.slots = tile, sort, ids.numel()
+        self.inputs, outputs = constants["INPUTS"], constants["OUTPUTS"]
+        self.columns = -(-outputs // tile.columns[which])  # blocks that share the columns
+        self.packed = torch.empty(rows, self.inputs // 2, dtype=torch.int32, device=device)
+        self.back = torch.empty(rows, dtype=torch.float32, device=device)
+        self.out = torch.empty(self.slots, outputs, dtype=dtype, device=device)
+        self.stream = torch.cuda.current_stream(device).cuda_stream
+        self.dependent = torch.cuda.get_device_capability(device)[0] >= 9
+
+    def pack(self, source: torch.Tensor, blocks: int, begin: int, end: int) -> None:
+        """Pack the inputs: of gate-up all of them, of down those of the experts from begin to before end."""
+        arguments = (source, self.packed, self.back, self.sort.order, self.sort.first_slot, begin, end)
+        threads = 32 * min(32, self.inputs // 128)
+        self._pack.launch((blocks, 1), threads, arguments, stream=self.stream, dependent=self.dependent)
+
+    def multiply(
+        self, table: torch.Tensor, weights: torch.Tensor, begin: int, end: int, *, dependent: bool
+    ) -> torch.Tensor:
+        """Compute the slots of those experts. Returns the output of all slots."""
+        order, block_expert, block_start, block_live, _, first_block = self.sort
+        blocks = self.slots // self.tile.block_tokens + min(end - begin, self.slots)  # the most there can be
+        arguments = (
+            self.packed, self.back, table, order, block_expert, block_start, block_live, first_block, weights, self.out,
+            begin, end,
+        )  # fmt: skip
+        self._grouped.launch(
+            (self.columns, blocks),
+            self.tile.threads,
+            arguments,
+            stream=self.stream,
+            shared_bytes=self.tile.shared_bytes,
+            dependent=dependent,
+        )
+        return self.out
+
+
+@functools.cache
+def _pack_blocks(device: torch.device) -> int:
+    """Blocks that fill a device, several times over."""
+    return 32 * int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -30,14 +30,11 @@
 #define WORD_ROW 288                              // 64 words and 32 bytes that spread word rows over banks
 #define WORD_STAGE (2 * GROUP_WORDS * WORD_ROW + 256)  // words of two tiles, then their scales
 
-// packed[row] and back[row] (the inverse power of two) of x [rows, INPUTS]. One block of at most a warp a group, per row.
-extern "C" __global__ void pack(const u16* x, u32* __restrict__ packed, float* __restrict__ back) {
-  __shared__ u32 warp_max[32];
+// packed[row] and back[row] (the inverse power of two) of a row of x [rows, INPUTS]. A whole block of at most a warp a group.
+__device__ __forceinline__ void pack_row(const u16* x, u32* __restrict__ packed, float* __restrict__ back, int row, u32* warp_max) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-  wait_for_previous_grid();
-  let_next_grid_start();
-  x += (long long)blockIdx.x * INPUTS;
-  packed += (long long)blockIdx.x * (INPUTS / 2);
+  x += (long long)row * INPUTS;
+  packed += (long long)row * (INPUTS / 2);
   const float4 own = load_activations(x, warp, lane);  // the warp's first group, in most models its only one
   u32 m = max_magnitude(own);
   for (int group = warp + warps; group < GROUPS; group += warps) m = max(m, max_magnitude(load_activations(x, group, lane)));
@@ -54,8 +51,10 @@ extern "C" __global__ void pack(const u16* x, u32* __restrict__ packed, float* _
     to[0] = pair.x;
     to[4] = pair.y;
   }
-  if (threadIdx.x == 0) back[blockIdx.x] = __uint_as_float((254u - exponent) << 23);
+  if (threadIdx.x == 0) back[row] = __uint_as_float((254u - exponent) << 23);
 }
+
+#include "moe_pack.cuh"
 
 // Shared memory descriptor: rows of 128 bytes in the 128-byte swizzle, 1024 bytes from 8 rows to the next 8. Its low
 // half holds the address in units of 16 bytes.
@@ -267,31 +266,33 @@ __device__ __forceinline__ void multiply_block(const Block& block) {
   }
 }
 
-// out[slot, n] for the block's slots and columns. Grid (columns / (TILES * TILE_COLUMNS), blocks).
+// out[slot, n] for the slots and columns of the blocks of the experts from `begin` to before `end`.
+// Grid (columns / (TILES * TILE_COLUMNS), at least as many blocks). A loop over blocks here would serialise the products.
 // GATED: silu(gate) * up of token slot / TOP_K. Else: the routed weight times the product of row `slot`.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
 grouped(const u32* packed, const float* back, const u64* table, const int* order, const int* block_expert,
-        const int* block_start, const int* block_live, const float* weights, u16* out) {
+        const int* block_start, const int* block_live, const int* first_block, const float* weights, u16* out,
+        int begin, int end) {
   extern __shared__ char shared[];
   __shared__ int slots[BLOCK_TOKENS];
   __shared__ float factors[BLOCK_TOKENS];
   wait_for_previous_grid();
   let_next_grid_start();
-  const int expert = block_expert[blockIdx.y];
-  if (expert < 0) return;
+  const int i = first_block[begin] + blockIdx.y;
+  if (i >= first_block[end]) return;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
   Block block;
-  block.row = (const char*)table[expert];
+  block.row = (const char*)table[block_expert[i]];
   block.packed = packed;
   block.back = back;
   block.weights = weights;
-  block.order = order + block_start[blockIdx.y];
+  block.order = order + block_start[i];
   block.out = out;
   block.slots = slots;
   block.factors = factors;
   block.tokens_at = (shared_address(shared) + 1023) & ~1023u;
   block.words_at = block.tokens_at + STAGES * TOKEN_STAGE + warpgroup * WORD_STAGE;
-  block.live = block_live[blockIdx.y];
+  block.live = block_live[i];
   block.column = blockIdx.x * (TILES * TILE_COLUMNS) + warpgroup * GROUP_COLUMNS;
   switch ((block.live + 15) / 16) {  // each size is code of its own: its sums must have fixed registers
     case 1: return multiply_block<16>(block);

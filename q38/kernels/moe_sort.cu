@@ -1,5 +1,6 @@
 // Sort slots by expert, stably, and cut them into blocks of one expert: three small kernels in place of a
-// general sort. Host side and contract: moe_sort.py.
+// general sort. Host side and contract: moe_sort.py. An expert stands at its position in the order of experts;
+// everything but `ids` names experts by position.
 //
 // A tile is TILE slots. count: slots of each expert in each tile. plan (one block): where each expert and each
 // tile of it begins, and the list of blocks. place: each warp ranks its slots among the slots of its tile.
@@ -14,7 +15,7 @@
 
 // counts[tile, e] = slots of the tile that chose e. Grid (tiles).
 extern "C" __global__ void __launch_bounds__(THREADS)
-count(const int* ids, int* counts, int slots) {
+count(const int* ids, const int* positions, int* counts, int slots) {
   __shared__ int seen[EXPERTS];
   wait_for_previous_grid();
   let_next_grid_start();
@@ -23,7 +24,7 @@ count(const int* ids, int* counts, int slots) {
   const int end = min(slots, (int)(blockIdx.x + 1) * TILE);
   for (int i = blockIdx.x * TILE + threadIdx.x; i < end; i += THREADS) {
     const int e = ids[i];
-    if (e >= 0) atomicAdd(seen + e, 1);
+    if (e >= 0) atomicAdd(seen + positions[e], 1);
   }
   __syncthreads();
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[blockIdx.x * EXPERTS + e] = seen[e];
@@ -44,10 +45,11 @@ __device__ __forceinline__ int2 scan(int2 v, int2* warp_sums) {
   return v;
 }
 
-// counts becomes the first sorted position of each expert in each tile; fills the list of blocks.
+// counts becomes the first sorted slot of each expert in each tile; fills the list of blocks, and where the slots and
+// the blocks of each expert begin (of EXPERTS: where all end).
 extern "C" __global__ void __launch_bounds__(1024)
-plan(int* counts, int* __restrict__ block_expert, int* __restrict__ block_start, int* __restrict__ block_live, int tiles,
-     int room) {
+plan(int* counts, int* __restrict__ block_expert, int* __restrict__ block_start, int* __restrict__ block_live,
+     int* __restrict__ first_slot, int* __restrict__ first_block, int tiles, int room) {
   __shared__ int2 warp_sums[32];
   __shared__ int2 before;  // slots and blocks of the experts of earlier rounds
   wait_for_previous_grid();
@@ -65,6 +67,8 @@ plan(int* counts, int* __restrict__ block_expert, int* __restrict__ block_start,
     const int2 sum = scan(make_int2(total, blocks), warp_sums), base = before;
     const int first = base.x + sum.x - total;
     if (e < EXPERTS) {
+      first_slot[e] = first;
+      first_block[e] = base.y + sum.y - blocks;
       int at = first;
 #pragma unroll 8
       for (int tile = 0; tile < tiles; ++tile) {
@@ -83,12 +87,13 @@ plan(int* counts, int* __restrict__ block_expert, int* __restrict__ block_start,
     if (threadIdx.x == 1023) before = make_int2(base.x + sum.x, base.y + sum.y);
     __syncthreads();
   }
+  if (threadIdx.x == 0) first_slot[EXPERTS] = before.x, first_block[EXPERTS] = before.y;
   for (int b = before.y + threadIdx.x; b < room; b += 1024) block_expert[b] = -1;
 }
 
-// order[position] = slot. Grid (tiles); starts are the counts that plan replaced.
+// order[place] = slot. Grid (tiles); starts are the counts that plan replaced.
 extern "C" __global__ void __launch_bounds__(THREADS)
-place(const int* ids, const int* starts, int* __restrict__ order, int slots) {
+place(const int* ids, const int* positions, const int* starts, int* __restrict__ order, int slots) {
   wait_for_previous_grid();
   let_next_grid_start();
   __shared__ int next[WARPS][EXPERTS];
@@ -97,7 +102,7 @@ place(const int* ids, const int* starts, int* __restrict__ order, int slots) {
   for (int i = threadIdx.x; i < WARPS * EXPERTS; i += THREADS) next[0][i] = 0;
   __syncthreads();
   for (int i = first + lane; i < end; i += 32)
-    if (ids[i] >= 0) atomicAdd(&next[warp][ids[i]], 1);
+    if (ids[i] >= 0) atomicAdd(&next[warp][positions[ids[i]]], 1);
   __syncthreads();
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) {
     int at = starts[blockIdx.x * EXPERTS + e];
@@ -110,7 +115,7 @@ place(const int* ids, const int* starts, int* __restrict__ order, int slots) {
   }
   __syncthreads();
   for (int i = first; i < end; i += 32) {
-    const int e = i + lane < end ? ids[i + lane] : -1;
+    const int id = i + lane < end ? ids[i + lane] : -1, e = id < 0 ? -1 : positions[id];
     const u32 same = __match_any_sync(0xffffffffu, e), earlier = same & ((1u << lane) - 1);
     const int at = e < 0 ? 0 : next[warp][e];
     __syncwarp();

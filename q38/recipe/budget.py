@@ -23,6 +23,7 @@ from q38.model.shape import ModelShape
 from q38.recipe.bits import plan_bits
 from q38.recipe.samples import MOST
 from q38.recipe.schema import Recipe, load_recipe
+from q38.residency.staging import ring_rows
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,8 @@ def machine_plan(
 ) -> MachinePlan:
     """Split the expert rows between VRAM and pinned host memory.
 
-    Every row lies in exactly one place, so rows that do not fit VRAM must fit the host.
+    Every row lies in exactly one place, so rows that do not fit VRAM must fit the host. Where a chunk reads most of these, VRAM
+    also holds the ring that they are staged in.
 
     Args:
         states: GDN states on the GPU; as many as sequences by default.
@@ -245,6 +247,10 @@ def machine_plan(
             remedy="lower --context or --chunk, or choose a smaller --kv",
         )
     resident = min(free // layer_rows, shape.num_experts)
+    slots = ring_rows(shape.num_experts - resident, shape.num_experts, chunk, shape.num_experts_per_tok)
+    gpu["prefill staging"] = min(slots, free // cost.row_bytes) * cost.row_bytes
+    free -= gpu["prefill staging"]
+    resident = min(free // layer_rows, resident)
     pinned = (shape.num_experts - resident) * layer_rows
     host = {
         "pinned expert rows": pinned,

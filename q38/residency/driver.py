@@ -92,6 +92,9 @@ class Driver(Protocol):
 
     def record(self, event: int, stream: int) -> None: ...
 
+    def stream_wait(self, stream: int, event: int) -> None:
+        """What is enqueued on the stream from now on starts after the last record of the event, if there was one."""
+
     def done(self, event: int) -> bool:
         """Whether the work before the last record has finished. Does not wait."""
 
@@ -166,6 +169,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuStreamDestroy_v2": [c_void_p],
     "cuStreamSynchronize": [c_void_p],
     "cuStreamIsCapturing": [c_void_p, POINTER(c_int)],
+    "cuStreamWaitEvent": [c_void_p, c_void_p, c_uint],
+    "cuLaunchHostFunc": [c_void_p, c_void_p, c_void_p],
     "cuEventCreate": [_HANDLE, c_uint],
     "cuEventDestroy_v2": [c_void_p],
     "cuEventRecord": [c_void_p, c_void_p],
@@ -271,6 +276,10 @@ class Cuda:
     def synchronize(self, stream: int) -> None:
         self._run("cuStreamSynchronize", stream)
 
+    def call_host(self, stream: int, function: int, argument: int) -> None:
+        """Enqueue a call of a C function `void (*)(void *)`, which may be captured. It must call neither CUDA nor Python."""
+        self._run("cuLaunchHostFunc", stream, function, argument)
+
     def new_event(self) -> int:
         handle = c_void_p()
         self._run("cuEventCreate", byref(handle), _NO_TIMING)
@@ -279,6 +288,9 @@ class Cuda:
 
     def record(self, event: int, stream: int) -> None:
         self._run("cuEventRecord", event, stream)
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        self._run("cuStreamWaitEvent", stream, event, 0)
 
     def done(self, event: int) -> bool:
         self._attach()

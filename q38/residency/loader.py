@@ -58,6 +58,7 @@ def load_rows(
     layout: ExpertLayout,
     store: RowStore,
     *,
+    plan: ReadPlan | None = None,
     readers: int = READERS,
     unit: int = 8 * 2**20,
     direct: bool | None = None,
@@ -68,6 +69,7 @@ def load_rows(
     Takes at most `readers` x (unit + one expert) bytes of memory beside the rows.
 
     Args:
+        plan: what `plan_reads` found; made here where it is not given.
         readers: threads; fewer when the pool has less than two free slots for each.
         unit: bytes that one thread reads at once.
         direct: force or forbid O_DIRECT; None decides file by file.
@@ -80,7 +82,7 @@ def load_rows(
     if store.row_bytes != layout.row_bytes:
         raise ValueError(f"rows of {store.row_bytes} bytes for a layout of {layout.row_bytes}")
     started = time.monotonic()
-    plan = plan_reads(checkpoint, layout, unit=unit)
+    plan = plan or plan_reads(checkpoint, layout, unit=unit)
     nbytes = plan.nbytes
     with ExitStack() as stack:
         files: dict[Path, FileReader] = {}

@@ -1,4 +1,7 @@
-"""Which expert rows the model has read, and from where: hit rate and bytes over the link."""
+"""Which expert rows the model has read, and from where: hit rate and bytes over the link.
+
+A prompt step whose host rows are staged is counted by itself: its host rows cross the link whether a token chose them or not.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,22 @@ from q38.kernels.expert_counter import ExpertCounter
 from q38.residency.cache import ExpertCache
 
 PHASES = ("decode", "prefill")
+_STAGED = "staged"  # reported as part of prefill
 
 
 @dataclass
 class _Totals:
     """Since the start. selections: tokens times experts; hits: those whose row lay in device memory.
 
-    host_rows, device_rows: rows read, each once a step however many tokens chose it.
+    host_rows, device_rows: rows read, each once a step however many tokens chose it. staged_rows: host rows that were
+        copied to the device first, among host_rows.
     """
 
     selections: int = 0
     hits: int = 0
     host_rows: int = 0
     device_rows: int = 0
+    staged_rows: int = 0
 
 
 class Traffic:
@@ -36,9 +42,10 @@ class Traffic:
 
     def __init__(self, cache: ExpertCache, row_bytes: int, device: torch.device) -> None:
         self.cache, self.row_bytes = cache, row_bytes
-        self._counters = {phase: ExpertCounter(cache.layers, cache.experts, device) for phase in PHASES}
+        kinds = (*PHASES, _STAGED)
+        self._counters = {kind: ExpertCounter(cache.layers, cache.experts, device) for kind in kinds}
         self._last: dict[str, NDArray[np.uint32]] = {
-            phase: np.zeros((2, cache.layers, cache.experts), np.uint32) for phase in PHASES
+            kind: np.zeros((2, cache.layers, cache.experts), np.uint32) for kind in kinds
         }
         self.totals = {phase: _Totals() for phase in PHASES}
         self.counts = np.zeros((cache.layers, cache.experts), np.int64)  # selections, for a routing profile
@@ -47,24 +54,31 @@ class Traffic:
         """Count a step of one layer. ids: int32 [tokens, top_k], contiguous."""
         self._counters[phase].add(layer, ids)
 
+    def add_staged(self, layer: int, ids: torch.Tensor, host_rows: int) -> None:
+        """The same for a prompt step that `host_rows` rows were copied for."""
+        self._counters[_STAGED].add(layer, ids)
+        self.totals["prefill"].host_rows += host_rows
+        self.totals["prefill"].staged_rows += host_rows
+
     def collect(self) -> None:
         """Bring the totals up to date. Waits for the device."""
         resident = self.cache.resident  # bool [L, E]
-        for phase, counter in self._counters.items():
+        for kind, counter in self._counters.items():
             now = counter.read()
-            selections, reads = (now - self._last[phase]).astype(
+            selections, reads = (now - self._last[kind]).astype(
                 np.int64
             )  # unsigned: right across a wrap-around
-            self._last[phase] = now.copy()
-            total = self.totals[phase]
+            self._last[kind] = now.copy()
+            total = self.totals["prefill" if kind == _STAGED else kind]
             total.selections += int(selections.sum())
             total.hits += int(selections[resident].sum())
             total.device_rows += int(reads[resident].sum())
-            total.host_rows += int(reads[~resident].sum())
+            if kind != _STAGED:
+                total.host_rows += int(reads[~resident].sum())
             self.counts += selections
 
     def status(self, top_k: int) -> dict[str, Any]:
-        """Per phase: tokens, hit_rate, and bytes of host rows read, in all and per token."""
+        """Per phase: tokens, hit_rate, and bytes of host rows read: in all, of them copied ahead, and per token."""
         found = {}
         for phase, total in self.totals.items():
             tokens = total.selections / (top_k * self.cache.layers)
@@ -73,6 +87,7 @@ class Traffic:
                 "tokens": round(tokens),
                 "hit_rate": total.hits / total.selections if total.selections else None,
                 "host_bytes": nbytes,
+                "staged_bytes": total.staged_rows * self.row_bytes,
                 "device_bytes": total.device_rows * self.row_bytes,
                 "host_bytes_per_token": nbytes / tokens if tokens else None,
             }

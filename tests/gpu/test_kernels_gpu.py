@@ -191,12 +191,14 @@ def test_other_shapes_take_the_prefill_kernels_too() -> None:
 def test_slots_are_sorted_as_torch_sorts_them(tokens, experts, block) -> None:
     ids, _ = uniform_routing(tokens, experts, min(TOP_K, experts), seed=tokens)
     ids[torch.rand(ids.shape, device="cuda") < 0.1] = -1
-    found, want = sort_slots(ids, experts, block), sort_slots_torch(ids, experts, block)
-    blocks = int((want[1] >= 0).sum())
-    slots = int(want[3][:blocks].sum())
-    assert torch.equal(found[1], want[1])
-    for part, count in ((0, slots), (2, blocks), (3, blocks)):
-        assert torch.equal(found[part][:count], want[part][:count])
+    for positions in (None, torch.randperm(experts, device="cuda").int()):
+        found, want = (sort(ids, experts, block, positions) for sort in (sort_slots, sort_slots_torch))
+        blocks = int((want.block_expert >= 0).sum())
+        slots = int(want.block_live[:blocks].sum())
+        for name in ("block_expert", "first_slot", "first_block"):
+            assert torch.equal(getattr(found, name), getattr(want, name))
+        for name, count in (("order", slots), ("block_start", blocks), ("block_live", blocks)):
+            assert torch.equal(getattr(found, name)[:count], getattr(want, name)[:count])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,7 +9,7 @@ import pytest
 
 from q38.base.errors import InputError
 from q38.data import data_path
-from q38.kernels.configs import SCHEMA, Entry, Tuned, file_name, load, shipped
+from q38.kernels.configs import SCHEMA, Entry, Tuned, file_name, in_use, load, own_directory, shipped
 
 SHAPE = {"hidden": 2560, "intermediate": 640, "group": 128, "top_k": 10}
 
@@ -59,6 +59,22 @@ def test_a_device_name_becomes_a_file_name() -> None:
 
 def test_an_unknown_device_has_no_shipped_file() -> None:
     assert shipped("NVIDIA Nonesuch") is None
+
+
+def test_what_the_user_tuned_goes_before_what_is_shipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("Q38_STATE_DIR", str(tmp_path))
+    in_use.cache_clear()
+    try:
+        assert in_use("NVIDIA Nonesuch") is None
+        assert in_use("NVIDIA H200") == shipped("NVIDIA H200")
+        in_use.cache_clear()
+        own_directory().mkdir()
+        (own_directory() / file_name("NVIDIA H200")).write_text(json.dumps(tuned().to_dict()))
+        assert in_use("NVIDIA H200") == tuned() != shipped("NVIDIA H200")
+    finally:
+        in_use.cache_clear()
 
 
 def test_every_shipped_entry_is_a_geometry_that_its_kernel_takes() -> None:

@@ -25,24 +25,38 @@ TILE = PrefillConfig(16, 32, 32, 16, warps=4, stages=1)
     st.integers(1, 4),
     st.sampled_from([16, 32, 64]),
     st.integers(0, 2**31),
+    st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_slot_is_in_exactly_one_block_of_its_expert(
-    tokens: int, experts: int, top_k: int, block_m: int, seed: int
+    tokens: int, experts: int, top_k: int, block_m: int, seed: int, shuffled: bool
 ) -> None:
     ids, _ = make_routing(tokens, experts, min(top_k, experts), seed=seed, absent=0.1)
-    order, block_expert, block_start, block_live = sort_slots(ids, experts, block_m)
-    flat, seen = ids.flatten().tolist(), []
+    positions = torch.randperm(experts, generator=torch.Generator().manual_seed(seed)).int()
+    sort = sort_slots(ids, experts, block_m, positions if shuffled else None)
+    order, block_expert, block_start, block_live, first_slot, first_block = sort
+    at = positions.tolist() if shuffled else list(range(experts))
+    flat, seen = [at[e] if e >= 0 else -1 for e in ids.flatten().tolist()], []
+    blocks = [0] * experts
     for expert, start, live in zip(
         block_expert.tolist(), block_start.tolist(), block_live.tolist(), strict=True
     ):
         if expert < 0:
             continue
         assert 0 < live <= block_m
+        assert start == int(first_slot[expert]) + blocks[expert] * block_m
+        blocks[expert] += 1
         slots = [int(order[p]) for p in range(start, start + live)]
-        assert all(flat[s] == expert for s in slots)
+        assert all(flat[s] == expert for s in slots) and slots == sorted(slots)
         seen += slots
     assert sorted(seen) == [s for s, e in enumerate(flat) if e >= 0]
+    assert first_slot.tolist() == [sum(0 <= e < n for e in flat) for n in range(experts + 1)]
+    assert first_block.tolist() == [sum(blocks[:n]) for n in range(experts + 1)]
+    for begin, end in ((0, experts), (experts // 3, experts // 2 + 1)):  # what a part's grid has room for
+        slots_of_part = int(first_slot[end] - first_slot[begin])
+        assert first_block[end] - first_block[begin] <= slots_of_part // block_m + min(
+            end - begin, slots_of_part
+        )
 
 
 def test_permuted_inputs_put_code_positions_first() -> None:

@@ -75,9 +75,11 @@ def test_the_prefill_kernels_of_hopper_compile_and_two_blocks_fit(gated: bool) -
 @pytest.mark.parametrize("tokens", [1, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_int8_kernel_compiles(arch: str, tokens: int, dtype: torch.dtype) -> None:
-    config = gemv_int8.default_config(10240, 320, 128)
-    constants = gemv_int8.defines(10240, 320, 128, config, tokens, dtype, torch.float16)
-    assert nvrtc.compile_cubin(gemv_int8.SOURCE, constants, arch)
+    silu, gate = (gemv_int8.Epilogue(kind, 4) for kind in ("silu", "gate"))
+    for k, n, group, epilogue in ((10240, 320, 128, None), (10240, 320, 128, silu), (320, 10240, 64, gate)):
+        config = gemv_int8.default_config(k, n, group)
+        constants = gemv_int8.defines(k, n, group, config, tokens, dtype, torch.float16, epilogue=epilogue)
+        assert nvrtc.compile_cubin(gemv_int8.SOURCE, constants, arch)
 
 
 @pytest.mark.usefixtures("compiler")

@@ -56,6 +56,28 @@ def test_every_row_lies_in_exactly_one_place(cost: Sizes, context: int, gpu: int
     assert plan.resident_per_layer == 512 or plan.gpu_left < 48 * cost.row_bytes
 
 
+def test_a_ring_for_staged_rows_is_in_the_plan_where_a_chunk_reads_most_of_them(cost: Sizes) -> None:
+    def ring(gpu: int, chunk: int) -> int:
+        plan = machine_plan(
+            VALUES,
+            cost,
+            gpu_total=gpu * GIB,
+            ram_total=64 * GIB,
+            context=32_768,
+            kv_format="fp8",
+            chunk=chunk,
+        )
+        rows, left = divmod(plan.gpu["prefill staging"], cost.row_bytes)
+        assert left == 0
+        host = 512 - plan.resident_per_layer
+        assert rows == 0 or 0.45 * host <= rows <= 0.55 * host
+        return rows
+
+    assert ring(24, 2048) > 100
+    assert ring(24, 64) == 0  # 640 choices among 512 experts leave many rows out
+    assert ring(60, 2048) == 0  # nothing on the host
+
+
 def test_a_host_that_is_too_small_is_told_what_is_missing(cost: Sizes) -> None:
     with pytest.raises(ResourceError, match=r"\d+\.\d\d GiB short") as failure:
         machine_plan(VALUES, cost, gpu_total=24 * GIB, ram_total=16 * GIB, context=32_768, kv_format="fp8")

@@ -43,6 +43,7 @@ class FakeDriver:
         self.allocations: dict[int, np.ndarray] = {}
         self.streams: dict[int, deque[Callable[[], None]]] = {0: deque()}
         self.events: dict[int, int] = {}  # event -> records not yet reached
+        self.recorded: dict[int, tuple[int, int]] = {}  # event -> records so far, stream of the last one
         self._granularity = granularity
         self._next = 1
         self._running = threading.RLock()
@@ -146,11 +147,23 @@ class FakeDriver:
     def record(self, event: int, stream: int) -> None:
         self._call("record")
         self.events[event] += 1
+        self.recorded[event] = (self.recorded.get(event, (0, 0))[0] + 1, stream)
 
         def reached() -> None:
             self.events[event] -= 1
 
         self.streams[stream].append(reached)
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        self._call("stream_wait")
+        records, other = self.recorded.get(event, (0, 0))
+
+        def wait() -> None:
+            while self.recorded.get(event, (0, 0))[0] - self.events[event] < records:
+                assert self.streams[other], "waits for an event that nothing will reach"
+                self.advance(other, 1)
+
+        self.streams[stream].append(wait)
 
     def done(self, event: int) -> bool:
         self._call("done")

@@ -55,6 +55,19 @@ def test_hits_and_bytes_follow_where_the_rows_lie(rows: ExpertRows) -> None:
     assert rows.status()["traffic"]["prefill"]["hit_rate"] is None
 
 
+def test_staged_rows_cross_the_link_whether_chosen_or_not(rows: ExpertRows) -> None:
+    layer, hot = (int(n) for n in np.argwhere(rows.cache.resident)[0])
+    rows.traffic.add("prefill", layer, ids(hot))
+    rows.traffic.add_staged(3, ids(*np.flatnonzero(~rows.cache.resident[3])[:2].tolist()), 9)
+    rows.traffic.add_staged(layer, ids(hot, hot), 0)
+    found = rows.status()["traffic"]["prefill"]
+    assert found["staged_bytes"] == found["host_bytes"] == 9 * rows.layout.row_bytes
+    assert found["device_bytes"] == 2 * rows.layout.row_bytes
+    assert found["hit_rate"] == 3 / 5
+    assert found["tokens"] == round(5 / 16)
+    assert rows.traffic.counts.sum() == 5
+
+
 def test_reads_before_a_move_are_charged_to_the_old_place(rows: ExpertRows) -> None:
     from q38.sglang_ext.control import handle
 
