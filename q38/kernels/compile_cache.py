@@ -1,6 +1,6 @@
 """Compiled kernels on disk, so that only the first process on a machine waits for the compiler.
 
-One file per kernel source, options and compiler: DIR/<sha256 of all that>.cubin, the sha256 of the machine
+One file per kernel source, options and compiler: DIR/<sha256 of all that>.cubin (or .so), the sha256 of the machine
 code before the machine code itself. A damaged file counts as absent and is written again. A directory that
 cannot be written, or that others may write to, is left alone: then every process compiles.
 """
@@ -25,14 +25,14 @@ def cache_key(parts: Sequence[bytes]) -> str:
     return digest.hexdigest()
 
 
-def cached(directory: Path, key: str, compile_: Callable[[], bytes]) -> bytes:
-    """What `compile_` returns, from DIR/<key>.cubin where an earlier process left it.
+def cached(directory: Path, key: str, compile_: Callable[[], bytes], *, suffix: str = ".cubin") -> bytes:
+    """What `compile_` returns, from DIR/<key><suffix> where an earlier process left it.
 
     Errors of `compile_` pass through; those of the disk do not.
     """
     if not _usable(directory):
         return compile_()
-    file = directory / f"{key}.cubin"
+    file = directory / f"{key}{suffix}"
     if (found := _read(file)) is not None:
         return found
     code = compile_()

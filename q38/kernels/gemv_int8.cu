@@ -12,7 +12,11 @@
 // sums of the warps meet in shared memory, those of the SPLIT blocks of a column block in device memory,
 // where the last block to arrive adds them; both in a fixed order, so equal inputs give equal bits.
 //
-// Defines from the host: INPUTS, OUTPUTS, GROUP, TOKENS (8 or 16), WARPS, SPLIT, SCALE_BF16, ACT_BF16.
+// What becomes of a sum is up to EPILOGUE (gemv_int8.Epilogue): nothing; silu of its BRANCHES-th part; or the gate of a
+// hyper-connection. For a gate the 32 columns of a block are 32 / BRANCHES channels of each branch, so that one warp has
+// all that adds up to a channel of the mixed stream.
+//
+// Defines from the host: INPUTS, OUTPUTS, GROUP, TOKENS (8 or 16), WARPS, SPLIT, SCALE_BF16, ACT_BF16, EPILOGUE, BRANCHES.
 
 #include "moe_common.cuh"
 
@@ -22,6 +26,9 @@
 #define STEPS (GROUP / 16)                       // k-steps of a group: 4 word rows of 32 columns each
 #define TILES (TOKENS / 8)
 #define SUM_STRIDE 36                            // floats a token; the skew spreads tokens over banks
+#define SILU 1
+#define GATE 2
+#define CHANNELS (32 / BRANCHES)                 // of a block, if its sums are gates
 
 // Codes `first` and `first + 1` of a word as two 16-bit floats, less 128.
 template <int FIRST>
@@ -54,10 +61,39 @@ __device__ __forceinline__ void multiply_step(float (&acc)[2][4], const u32 (&a)
   multiply(acc[1], a[1][0], a[1][1], a[1][2], a[1][3], b0, b1);
 }
 
-// Grid (OUTPUTS / 32, SPLIT). x and out [m, INPUTS] and [m, OUTPUTS]; partial fp32 [SPLIT, 16, OUTPUTS].
+__device__ __forceinline__ float sigmoid(float v) { return 1.f / (1.f + __expf(-v)); }
+
+__device__ __forceinline__ float to_float(u16 v) {
+#if ACT_BF16
+  return __uint_as_float((u32)v << 16);
+#else
+  float r;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(v));
+  return r;
+#endif
+}
+
+// A warp has the 32 sums of a token. streams [m, OUTPUTS], BRANCHES times all channels.
+__device__ __forceinline__ void finish(float total, int token, int lane, const u16* streams, u16* out) {
+#if EPILOGUE == GATE
+  const int channel = blockIdx.x * CHANNELS + lane % CHANNELS, branch = lane / CHANNELS;
+  float part = sigmoid(total) * to_float(streams[(long long)token * OUTPUTS + branch * (OUTPUTS / BRANCHES) + channel]);
+#pragma unroll
+  for (int step = CHANNELS; step < 32; step *= 2) part += __shfl_xor_sync(~0u, part, step);
+  if (branch == 0) out[(long long)token * (OUTPUTS / BRANCHES) + channel] = to_output(part / BRANCHES);
+#else
+  if (EPILOGUE == SILU) {
+    total /= BRANCHES;
+    total *= sigmoid(total);
+  }
+  out[(long long)token * OUTPUTS + blockIdx.x * 32 + lane] = to_output(total);
+#endif
+}
+
+// Grid (OUTPUTS / 32, SPLIT). x [m, INPUTS], out [m, OUTPUTS] or as `finish` says; partial fp32 [SPLIT, 16, OUTPUTS].
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 gemv(const u16* x, const u32* __restrict__ words, const u16* __restrict__ scales, u16* __restrict__ out,
-     float* __restrict__ partial, u32* __restrict__ tickets, int m) {
+     float* __restrict__ partial, u32* __restrict__ tickets, const u16* streams, int m) {
   __shared__ __align__(16) float sums[WARPS][TOKENS * SUM_STRIDE];
   __shared__ u32 ticket;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5;
@@ -125,7 +161,7 @@ gemv(const u16* x, const u32* __restrict__ words, const u16* __restrict__ scales
 #pragma unroll
     for (int k = 0; k < WARPS; ++k) total += sums[k][token * SUM_STRIDE + lane];
     if (SPLIT == 1)
-      out[(long long)token * OUTPUTS + column + lane] = to_output(total);
+      finish(total, token, lane, streams, out);
     else
       partial[(blockIdx.y * 16 + token) * (long long)OUTPUTS + column + lane] = total;
   }
@@ -144,7 +180,7 @@ gemv(const u16* x, const u32* __restrict__ words, const u16* __restrict__ scales
     for (int p = 0; p < SPLIT; ++p) part[p] = __ldcg(partial + (p * 16 + token) * (long long)OUTPUTS + column + lane);
 #pragma unroll
     for (int p = 0; p < SPLIT; ++p) total += part[p];
-    out[(long long)token * OUTPUTS + column + lane] = to_output(total);
+    finish(total, token, lane, streams, out);
   }
   if (threadIdx.x == 0) tickets[blockIdx.x] = 0;
 }

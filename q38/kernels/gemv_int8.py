@@ -38,6 +38,24 @@ class Int8Config:
     split: int = 1
 
 
+@dataclass(frozen=True)
+class Epilogue:
+    """What the CUDA kernel makes of the sums while it has them.
+
+    kind: "silu": silu(sum / branches). "gate": the mean over `branches` streams of sigmoid(sum) * stream, where
+        `gate_columns` has put the columns in order.
+    """
+
+    kind: Literal["silu", "gate"]
+    branches: int
+
+
+def gate_columns(n: int, branches: int) -> torch.Tensor:
+    """int64 [n]: the column of the matrix that comes at each place, so that all branches of a channel share a block."""
+    channels = COLUMNS // branches
+    return torch.arange(n).view(branches, n // branches // channels, channels).transpose(0, 1).reshape(-1)
+
+
 def default_config(k: int, n: int, group: int) -> Int8Config:
     """A geometry that suits any card: a group a warp; a long input is shared by blocks when the matrix is narrow."""
     groups = k // group
@@ -55,6 +73,7 @@ class GemvInt8:
         words: int32 [K / 4, N], contiguous.
         scales: float16 or bfloat16 [K / group, N], contiguous.
         config: geometry; that of the Triton kernel makes "auto" take Triton. Absent: default_config.
+        epilogue: for the CUDA backend.
         backend: "auto" takes CUDA where it can run these sizes.
 
     Raises:
@@ -69,6 +88,7 @@ class GemvInt8:
         *,
         config: Int8Config | TritonInt8Config | None = None,
         backend: Backend = "auto",
+        epilogue: Epilogue | None = None,
     ) -> None:
         k, n = words.shape[0] * 4, words.shape[1]
         if (
@@ -82,7 +102,7 @@ class GemvInt8:
                 where="INT8 GEMV",
                 remedy="pack the matrix as AutoRound does, at 8 bits",
             )
-        self.words, self.scales, self.k, self.n = words, scales, k, n
+        self.words, self.scales, self.k, self.n, self.epilogue = words, scales, k, n, epilogue
         self.group = k // scales.shape[0]
         triton = config if isinstance(config, TritonInt8Config) else None
         self.config = config if isinstance(config, Int8Config) else default_config(k, n, self.group)
@@ -100,8 +120,13 @@ class GemvInt8:
             self._tickets = torch.zeros(n // COLUMNS, dtype=torch.int32, device=words.device)
             self._dependent = torch.cuda.get_device_capability(words.device)[0] >= 9
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x [M, K] float16 or bfloat16, M at most 16 -> [M, N] of x's dtype."""
+    def __call__(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, *, streams: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [M, K] float16 or bfloat16, M at most 16 -> [M, N] of x's dtype.
+
+        streams: for a gate, [M, N] of x's dtype; the result is [M, N / branches] then.
+        """
         if x.ndim != 2 or x.shape[1] != self.k or not 1 <= x.shape[0] <= MAX_TOKENS or not x.is_contiguous():
             raise InputError(
                 f"x is {list(x.shape)}, the matrix takes {self.k} inputs and at most {MAX_TOKENS} rows",
@@ -109,28 +134,38 @@ class GemvInt8:
                 remedy="use a matrix product for more rows",
             )
         if out is None:
-            out = torch.empty(x.shape[0], self.n, dtype=x.dtype, device=x.device)
+            gate = self.epilogue is not None and self.epilogue.kind == "gate"
+            width = self.n // self.epilogue.branches if self.epilogue and gate else self.n
+            out = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
         if self.backend == "triton":
             self._triton(x, out)
         else:
-            self._launch(x, out)
+            self._launch(x, out, x if streams is None else streams)
         return out
 
-    def _launch(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        c = self.config
-        constants = defines(self.k, self.n, self.group, c, x.shape[0], x.dtype, self.scales.dtype)
+    def _launch(self, x: torch.Tensor, out: torch.Tensor, streams: torch.Tensor) -> None:
+        c, e = self.config, self.epilogue
+        constants = defines(self.k, self.n, self.group, c, x.shape[0], x.dtype, self.scales.dtype, epilogue=e)
         (gemv,) = nvrtc.load_kernels(SOURCE, constants, ("gemv",))
         gemv.launch(
             (self.n // COLUMNS, c.split),
             32 * c.warps,
-            (x, self.words, self.scales, out, self._partial, self._tickets, x.shape[0]),
+            (x, self.words, self.scales, out, self._partial, self._tickets, streams, x.shape[0]),
             stream=torch.cuda.current_stream(x.device).cuda_stream,
             dependent=self._dependent,
         )
 
 
 def defines(
-    k: int, n: int, group: int, config: Int8Config, tokens: int, dtype: torch.dtype, scale_dtype: torch.dtype
+    k: int,
+    n: int,
+    group: int,
+    config: Int8Config,
+    tokens: int,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    *,
+    epilogue: Epilogue | None = None,
 ) -> dict[str, int]:
     """The source's compile-time constants."""
     return {
@@ -142,6 +177,8 @@ def defines(
         "SPLIT": config.split,
         "SCALE_BF16": int(scale_dtype == torch.bfloat16),
         "ACT_BF16": int(dtype == torch.bfloat16),
+        "EPILOGUE": 0 if epilogue is None else {"silu": 1, "gate": 2}[epilogue.kind],
+        "BRANCHES": 1 if epilogue is None else epilogue.branches,
     }
 
 

@@ -37,7 +37,7 @@ class Int8Matrix:
         if self._few is not None and 1 <= len(flat) <= MAX_TOKENS:
             out = self._few(flat)
         else:
-            out = self._many(flat)
+            out = self.many(flat)
         return out.view(*x.shape[:-1], self.n)
 
     def warm_up(self, dtype: torch.dtype) -> None:
@@ -46,7 +46,8 @@ class Int8Matrix:
             for tokens in (1, MAX_TOKENS):
                 self._few(torch.zeros(tokens, self.k, dtype=dtype, device=self.words.device))
 
-    def _many(self, x: torch.Tensor) -> torch.Tensor:
+    def many(self, x: torch.Tensor) -> torch.Tensor:
+        """The plain product: x [M, K] -> [M, N], for any M and on any device."""
         if x.device.type != "cuda":
             return x @ dequantize_words(self.words, self.scales, 8, torch.float32).to(x.dtype)
         out = torch.empty(len(x), self.n, dtype=x.dtype, device=x.device)

@@ -61,6 +61,16 @@ class AioQueue:
             raise
         self._events = np.zeros(depth, _EVENT)
 
+    @property
+    def descriptor(self) -> int:
+        """The file, open for direct reads."""
+        return self._fd
+
+    @property
+    def context(self) -> int:
+        """The kernel's handle of the queue."""
+        return int(self._context.value)
+
     def read(self, offsets: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
         """`width` bytes at each offset, at most a page: uint8 [n, width]. Each page is read once.
 

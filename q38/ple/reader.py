@@ -123,6 +123,11 @@ class PleTable:
         return self._row_bytes
 
     @property
+    def scaled_by_row(self) -> bool:
+        """Whether each row has a scale of its own."""
+        return self._row_scales is not None
+
+    @property
     def file(self) -> Path | None:
         """The one file that holds all rows from its first byte on; None where they are spread over several."""
         segment = self._segments[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,7 +16,12 @@ class RowCache:
     Args:
         slots: rounded up to a power of two.
         width: bytes of a row.
+
+    Attributes:
+        lock: held while rows are put, for a reader on another thread.
     """
+
+    lock: AbstractContextManager[None] = nullcontext()
 
     def __init__(self, slots: int, width: int) -> None:
         self._bits = np.uint64(64 - max(slots - 1, 1).bit_length())
@@ -27,6 +34,11 @@ class RowCache:
         """Memory it takes."""
         return self._ids.nbytes + self._rows.nbytes
 
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of the ids and of the rows, and the shift that makes a slot of a hash: what fetch_rows.c looks rows up by."""
+        return self._ids.ctypes.data, self._rows.ctypes.data, int(self._bits)
+
     def get(self, ids: NDArray[np.int64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Copy the rows that are there to their places in `out` [n, width]; bool [n]: which."""
         slots = self._slots(ids)
@@ -38,8 +50,9 @@ class RowCache:
         """Keep rows. Of two with one slot the later stays."""
         slots, last = np.unique(self._slots(ids)[::-1], return_index=True)
         kept = len(ids) - 1 - last
-        self._rows[slots] = rows[kept]
-        self._ids[slots] = ids[kept]
+        with self.lock:
+            self._rows[slots] = rows[kept]
+            self._ids[slots] = ids[kept]
 
     def _slots(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return ((ids.astype(np.uint64) * _MIX) >> self._bits).astype(np.int64)

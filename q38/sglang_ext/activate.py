@@ -24,6 +24,7 @@ ENGINE = (
     "weights",
     "ngram",
     "steps",
+    "hyper_connections",
     "graph_output",
     "rope",
     "fp8_clamp",

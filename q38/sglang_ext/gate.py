@@ -1,4 +1,4 @@
-"""Rows move between two steps of the model, never inside one."""
+"""Rows move after one step of the model was enqueued and before the next is, never inside one (steps.py says why that is enough)."""
 
 from __future__ import annotations
 

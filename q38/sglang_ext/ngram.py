@@ -1,11 +1,13 @@
-"""The n-gram table stays on disk: the rows of a step are read before it, into buffers that never move.
+"""The n-gram table stays on disk; the rows of a step come to buffers that never move, so decode keeps its full graphs.
 
-Row numbers depend on token ids alone, and the host knows those before the step (overlap scheduling is off). So
-nothing on the device waits for the host inside a step, and decode keeps its full CUDA graphs.
+Row numbers depend on token ids alone. The host knows those of a prompt before the step and reads their rows then. The
+ids of a decode step it knows only without overlap scheduling; with it the step itself fetches them (stream_rows.py).
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from q38.sglang_ext import residency
 from q38.sglang_ext.hooks import Hook, exit_on_refusal
 from q38.sglang_ext.options import resolve
 from q38.sglang_ext.table_rows import TableRows, following_tokens, step_tokens
-from q38.sglang_ext.targets import FORWARD_BATCH, QWEN4
+from q38.sglang_ext.targets import FORWARD_BATCH, QWEN4, SCHEDULER
+
+logger = logging.getLogger(__name__)
 
 
 class DiskNGramEmbedding(Qwen4ExpNGramEmbedding):  # type: ignore[misc]
@@ -51,7 +55,10 @@ class DiskNGramEmbedding(Qwen4ExpNGramEmbedding):  # type: ignore[misc]
         replaced: Any = self.ngram_embedding
         with exit_on_refusal():
             table, shape = _open_table(*found, (replaced.num_embeddings, replaced.embedding_dim))
-        self.ngram_embedding: Any = TableRows(table, shape, ple_layer_index)
+            self.ngram_embedding: Any = TableRows(table, shape, ple_layer_index, in_stream=overlapped())
+        logger.info(
+            "q38: a decode step's n-gram rows are read %s it", "inside" if self.in_stream else "before"
+        )
         # Made on meta with the table; SGLang's loader compares them with the checkpoint's.
         sizes, offsets, _ = self._build_head_vocab_and_offsets()
         self.layer_multipliers = self._build_layer_multipliers(self.ngram_size)
@@ -63,8 +70,23 @@ class DiskNGramEmbedding(Qwen4ExpNGramEmbedding):  # type: ignore[misc]
         if not self.on_disk:
             own: torch.Tensor = super().forward(batch, forward_batch)
             return own
-        rows: torch.Tensor = self.ngram_embedding(batch.processed_tokens, decode=batch.mode.is_decode())
-        return rows
+        decode = batch.mode.is_decode()
+        if not (decode and self.in_stream):
+            rows: torch.Tensor = self.ngram_embedding(batch.processed_tokens, decode=decode)
+            return rows
+        if not self.ngram_embedding.stream.started:  # the first layer of a model: nothing ran before it
+            self.start(batch)
+        fetched: torch.Tensor = self.ngram_embedding.stream.take()
+        return fetched
+
+    @property
+    def in_stream(self) -> bool:
+        """Whether a decode step fetches its rows itself."""
+        return self.on_disk and self.ngram_embedding.stream is not None
+
+    def start(self, batch: Any) -> None:
+        """Begin to fetch the rows of a decode step."""
+        self.ngram_embedding.stream.start(self.compute_ngram_ids(batch))
 
     def forward_idle(self, forward_batch: Any) -> None:
         """Nothing to look up on disk."""
@@ -77,17 +99,55 @@ def hooks() -> list[Hook]:
     return [
         Hook(QWEN4 + ".Qwen4ExpNGramEmbedding", "replace", DiskNGramEmbedding),
         Hook(FORWARD_BATCH + ".init_new", "after", read_rows),
+        Hook(QWEN4 + ".Qwen4ExpPLELayer.start_prefetch", "around", start_prefetch),
+        Hook(SCHEDULER + ".process_batch_result", "around", process_batch_result),
     ]
 
 
+def overlapped() -> bool:
+    """Whether SGLang schedules a step before the tokens of the one before are known."""
+    from sglang.srt.runtime_context import get_schedule
+
+    return not get_schedule().disable_overlap_schedule
+
+
+def start_prefetch(original: Callable[..., None], self: Any, batch: Any, forward_batch: Any) -> None:
+    """SGLang calls it ahead of the layer before this one."""
+    embedding = self.ple_embedding
+    if batch is not None and batch.mode.is_decode() and getattr(embedding, "in_stream", False):
+        embedding.start(batch)
+    else:
+        original(self, batch=batch, forward_batch=forward_batch)
+
+
+def process_batch_result(original: Callable[..., None], self: Any, batch: Any, result: Any) -> None:
+    """No token of a step leaves the server whose rows could not be read."""
+    streams = [rows.stream for rows in _embeddings(self.tp_worker.model_runner.model) if rows.stream]
+    if streams and (copied := getattr(result, "copy_done", None)) is not None:
+        copied.synchronize()
+    with exit_on_refusal():
+        for stream in streams:
+            stream.fetcher.check()
+    original(self, batch, result)
+
+
 def read_rows(result: Any, _cls: type, batch: Any, model_runner: Any, *_args: Any, **_kwargs: Any) -> Any:
-    """Read the rows that a batch needs, before its forward pass."""
+    """Read the rows that a batch needs, before its forward pass; not those that it fetches itself."""
     embeddings = _embeddings(model_runner.model)
     mode = batch.forward_mode
     if not embeddings or mode.is_idle():
         return result
     if not (mode.is_decode() or mode.is_extend()) or mode.is_target_verify():
         raise InputError(f"a step of kind {mode}", where="n-gram rows", remedy="serve without speculation")
+    if embeddings[0].stream is not None:
+        if mode.is_decode():
+            return result
+        if mode.is_mixed():
+            raise InputError(
+                "prompts and answers in one step",
+                where="n-gram rows",
+                remedy="serve without --enable-mixed-chunk, or with --no-overlap",
+            )
     windows, new = step_tokens(batch, context=embeddings[0].context)
     if sum(new) != result.input_ids.shape[0]:
         raise InputError(
@@ -109,7 +169,7 @@ def _embeddings(model: nn.Module) -> list[TableRows]:
         found = [module for module in model.modules() if isinstance(module, TableRows)]
         model._q38_table_rows = found  # type: ignore[assignment]
         if found and (stored := residency.loaded()) is not None:
-            stored.others["ngram"] = found[0].source.counts.to_dict
+            stored.others["ngram"] = found[0].counts
     return found
 
 

@@ -1,12 +1,15 @@
-"""Every step of the model runs inside the gate, so that rows move between steps."""
+"""Every step of the model is enqueued inside the gate, so that rows move between steps.
+
+With overlap scheduling a step is enqueued while the one before still runs. Rows may move in between all the same: their new
+addresses are uploaded on the stream of the steps, and their old places are given up once that stream has passed them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from q38.base.errors import InputError
-from q38.sglang_ext.hooks import Hook, exit_on_refusal
+from q38.sglang_ext.hooks import Hook
 from q38.sglang_ext.targets import SCHEDULER
 
 
@@ -16,23 +19,19 @@ def hooks() -> list[Hook]:
 
 
 def run_batch(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """One step, on the stream that rows are then moved against."""
+    """Enqueue one step, on the stream that rows are then moved against."""
     from q38.sglang_ext import residency
 
     stored = residency.loaded()
     if stored is None:
         return original(self, *args, **kwargs)
-    if self.enable_overlap:
-        with exit_on_refusal():
-            raise InputError(
-                "the next step is scheduled before this one's tokens are known, and the n-gram rows depend on them",
-                where="sglang",
-                remedy="start SGLang with --disable-overlap-schedule",
-            )
     if "kv" not in stored.others:
         stored.others["kv"] = lambda: _kv_use(self)
     with stored.gate.step():
-        stored.follow_stream()
+        stored.follow_stream(self.forward_stream if self.enable_overlap else None)
+        batch = args[0] if args else kwargs["batch"]
+        if stored.staging is not None and batch.forward_mode.is_extend():
+            stored.staging.begin(batch.extend_num_tokens)
         return original(self, *args, **kwargs)
 
 

@@ -14,8 +14,10 @@ from q38.base.errors import InputError
 from q38.model.ngram import last_row_ids, row_ids
 from q38.model.shape import ModelShape
 from q38.ple.cast import dequantize
+from q38.ple.fetch import RowFetcher
 from q38.ple.reader import PleTable
 from q38.ple.row_source import RowSource
+from q38.sglang_ext.stream_rows import StreamRows
 
 DECODE_TOKENS = 64  # tokens of one decode step that the fixed buffer holds
 Tokens = Sequence[int]
@@ -24,8 +26,12 @@ Tokens = Sequence[int]
 class TableRows(nn.Module):
     """Takes the place of the embedding over the whole table; has no parameters.
 
+    Args:
+        in_stream: rows of decode steps are fetched inside them, and not read before.
+
     Attributes:
         context: tokens before a token that its rows depend on.
+        stream: what fetches them; None where they are read before the step.
         decode: bf16 [DECODE_TOKENS, embed_dim] at an address that captured graphs keep.
         prefill: bf16 [tokens, embed_dim], grown as chunks need it.
     """
@@ -33,7 +39,7 @@ class TableRows(nn.Module):
     decode: torch.Tensor
     prefill: torch.Tensor
 
-    def __init__(self, table: PleTable, shape: ModelShape, index: int) -> None:
+    def __init__(self, table: PleTable, shape: ModelShape, index: int, *, in_stream: bool = False) -> None:
         super().__init__()
         assert shape.ngram is not None
         self.table, self.shape, self.index = table, shape, index
@@ -43,6 +49,10 @@ class TableRows(nn.Module):
             self.register_buffer(
                 name, torch.zeros(tokens, self.embed_dim, dtype=torch.bfloat16), persistent=False
             )
+        self.stream: StreamRows | None = None
+        if in_stream:
+            fetcher = RowFetcher(table, self.source.prompt)
+            self.stream = StreamRows(fetcher, shape.ngram.heads, DECODE_TOKENS, self.decode.device)
 
     def read(self, windows: Sequence[Tokens], new: list[int], *, decode: bool) -> None:
         """Read the rows of a step and put them on the device, in the order of its tokens.
@@ -54,6 +64,12 @@ class TableRows(nn.Module):
         tokens = sum(new)
         rows = self._few(windows) if decode else self._many(windows, new)
         self._room(tokens, decode=decode)[:tokens].copy_(rows.view(tokens, self.embed_dim), non_blocking=True)
+
+    def counts(self) -> dict[str, Any]:
+        """Rows of all steps since the start: row_source.RowCounts."""
+        found = self.source.counts.to_dict()
+        inside = {} if self.stream is None else self.stream.fetcher.counts()
+        return {name: value + inside.get(name, 0) for name, value in found.items()}
 
     def read_ahead(self, windows: Sequence[Tokens], new: list[int]) -> None:
         """Start reading rows that the next prompt step will take; see `read`."""

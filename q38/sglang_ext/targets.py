@@ -24,6 +24,7 @@ KV_CONFIGURATOR = _SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator"
 POOL_SIZES = _SRT + "model_executor.pool_configurator.DefaultPoolConfigurator"
 ALLOCATOR = _SRT + "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
 QSA = _SRT + "layers.attention.qsa"
+HYPER = _SRT + "layers.hyperconnection"
 FORWARD_BATCH = _SRT + "model_executor.forward_batch_info.ForwardBatch"
 
 
@@ -70,11 +71,17 @@ MECHANISMS = (
     ),
     Mechanism(
         "ngram-rows",
-        "rows of the n-gram table are read from disk before the step",
-        (QWEN4 + ".Qwen4ExpNGramEmbedding", FORWARD_BATCH + ".init_new"),
+        "rows of the n-gram table are read from disk, before a step or inside it",
+        (
+            QWEN4 + ".Qwen4ExpNGramEmbedding",
+            QWEN4 + ".Qwen4ExpPLELayer.start_prefetch",
+            FORWARD_BATCH + ".init_new",
+            SCHEDULER + ".process_batch_result",
+        ),
         (
             QWEN4 + ".Qwen4ExpPLELayer",
             QWEN4 + "._prepare_ple_batch",
+            QWEN4 + "._commit_ple_batch",
             _SRT + "managers.schedule_batch.Req.refresh_fill_ids",
             _SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_decode",
         ),
@@ -83,7 +90,7 @@ MECHANISMS = (
         "row-moves",
         "expert rows move between steps, and by HTTP request",
         (SCHEDULER + ".run_batch",),
-        (SCHEDULER + ".event_loop_normal",),
+        (SCHEDULER + ".event_loop_normal", SCHEDULER + ".event_loop_overlap"),
     ),
     Mechanism(
         "language-model-only",
@@ -104,6 +111,12 @@ MECHANISMS = (
         tuple(f"{BREAKABLE}.{name}" for name in ("_output_rows", "_alloc_full_buffer", "_slice_output", "_copy_output_to_buffer")),
         (_SRT + "layers.logits_processor.LogitsProcessorOutput",),
         cuda=True,
+    ),
+    Mechanism(
+        "hyper-connections",
+        "the matrices of the mix are rounded to INT8 on request",
+        (HYPER + ".GatedResidual.__init__",),
+        (HYPER + ".GatedResidual", "sglang.kernels.ops.gemm.hc_mix.fused_hc_mix_supported"),
     ),
     Mechanism(
         "rope-sync",
@@ -154,6 +167,7 @@ MECHANISMS = (
             SCHEDULER + ".get_new_batch_prefill",
             SCHEDULER + ".on_idle",
             SCHEDULE_BATCH + ".check_decode_mem",
+            SCHEDULE_BATCH + ".retract_decode",
             ALLOCATOR + ".alloc",
             ALLOCATOR + ".alloc_extend",
             ALLOCATOR + ".alloc_decode",
@@ -163,7 +177,6 @@ MECHANISMS = (
             SCHEDULER + ".abort_request",
             SCHEDULER + ".is_fully_idle",
             SCHEDULE_BATCH + ".new_tokens_required_next_decode",
-            SCHEDULE_BATCH + ".retract_decode",
             ALLOCATOR,
         ),
     ),
