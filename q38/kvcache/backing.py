@@ -1,12 +1,15 @@
 """Device memory behind the pages of a pool: mapped when pages are handed out, given back when the pool is idle.
 
 Every buffer has addresses for the whole context. A page is usable once each chunk that it touches in each
-buffer is backed. Before memory is taken, `headroom` bytes must stay free for the working memory of a step: a
-lender (the expert cache) is asked to shrink first; what it cannot give is refused, down to half the headroom.
+buffer is backed. Before memory is taken, `headroom` bytes must stay for the working memory of a step, free or kept by
+torch from the step before: a lender (the expert cache) is asked to shrink first; what it cannot give is refused, down
+to half the headroom.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
@@ -53,6 +56,12 @@ class Lender(Protocol):
     def take_back(self) -> None:
         """The KV cache needs less again."""
 
+    def kept(self) -> int:
+        """Bytes that steps have for themselves beyond what the driver counts as free."""
+
+    def give_back(self) -> None:
+        """Turn what is kept into memory that is free."""
+
 
 class Nobody:
     """No lender: what is free is all there is."""
@@ -67,12 +76,20 @@ class Nobody:
     def take_back(self) -> None:
         """Take nothing."""
 
+    def kept(self) -> int:
+        """Nothing."""
+        return 0
+
+    def give_back(self) -> None:
+        """Give nothing back."""
+
 
 class Backing:
     """Chunks of every buffer of a pool, by page.
 
     Args:
         headroom: bytes of device memory to leave free.
+        limit: the most bytes to map; None: all there are.
         lender: asked for memory before anything is refused.
         chunk: bytes mapped at once, a multiple of the driver's granularity (its default).
 
@@ -87,11 +104,12 @@ class Backing:
         paging: Paging,
         *,
         headroom: int = 0,
+        limit: int | None = None,
         lender: Lender | None = None,
         chunk: int | None = None,
     ) -> None:
         self._driver, self.layout, self.paging = driver, layout, paging
-        self.headroom, self.lender = headroom, lender or Nobody()
+        self.headroom, self.limit, self.lender = headroom, limit, lender or Nobody()
         self.chunk = chunk or driver.granularity
         self._arenas: list[tuple[int, SparseArena]] = []  # bytes of a page, addresses
         self._of: dict[Part, SparseArena] = {}
@@ -141,7 +159,8 @@ class Backing:
         try:
             self._map(new)
         except CudaError:
-            self._borrow(nbytes + _RETRY)  # another process was faster
+            self.lender.give_back()  # another process was faster
+            self._borrow(nbytes + _RETRY)
             try:
                 self._map(new)
             except CudaError as error:
@@ -169,16 +188,20 @@ class Backing:
                     arena.unmap(chunk)
         return before - self.committed
 
-    def refusal(self, tokens: int) -> KvRefused | None:
-        """Why so many more tokens of one sequence do not fit, None where they do.
+    def refusal(self, tokens: int, *, reusable: int = 0) -> KvRefused | None:
+        """Why so many tokens of one sequence do not fit, None where they do.
 
         Taken together, as a pool that is mostly free hands its pages out; scattered pages may touch more chunks.
+
+        Args:
+            reusable: pages that are backed and that the sequence may have.
         """
-        pages = self.paging.pages_for(tokens)
+        pages = max(self.paging.pages_for(tokens) - reusable, 0)
         free = int((~self._held).sum())
         need = self._worst(pages)
-        room = self._room()
-        return None if pages <= free and need <= room else self._refusal(pages, need, tokens=tokens)
+        if pages <= free and (need == 0 or need <= self._room()):
+            return None
+        return self._refusal(pages, need, tokens=tokens, reusable=reusable)
 
     def close(self) -> None:
         """Give all memory and addresses back."""
@@ -219,6 +242,8 @@ class Backing:
 
     def _worst(self, pages: int) -> int:
         """Bytes that so many pages may take beyond what is backed and free."""
+        if pages == 0:
+            return 0
         spare = {
             width: int(
                 np.count_nonzero(
@@ -230,17 +255,31 @@ class Backing:
         chunks = {width: max(-(-pages * width // self.chunk) + 1 - spare[width], 0) for width in self._needed}
         return sum(chunks[width] * self.chunk for width, _ in self._arenas)
 
-    def _room(self) -> int:
+    def _room(self) -> float:
         """Bytes that can be taken, the lender's included, before half the headroom is touched."""
-        return self._driver.memory()[0] - self.headroom // 2 + self.lender.available()
+        there = self._free() + self.lender.kept() - self.headroom // 2 + self.lender.available()
+        return min(there, self._left())
+
+    def _free(self) -> int:
+        """Bytes that the driver has free."""
+        return self._driver.memory()[0]
+
+    def _left(self) -> float:
+        """Bytes below the limit."""
+        return math.inf if self.limit is None else self.limit - self.committed
 
     def _require(self, nbytes: int, pages: int) -> None:
         if nbytes == 0:
             return
-        short = nbytes + self.headroom - self._driver.memory()[0]
+        if nbytes > self._left():
+            raise self._refusal(pages, nbytes)
+        short = nbytes + self.headroom - self._free() - self.lender.kept()
         if short > 0:
             self._borrow(short)
-        if self._driver.memory()[0] - nbytes < self.headroom // 2:
+        if nbytes > self._free():
+            self.lender.give_back()
+        free = self._free()
+        if nbytes > free or free + self.lender.kept() - nbytes < self.headroom // 2:
             raise self._refusal(pages, nbytes)
 
     def _borrow(self, nbytes: int) -> None:
@@ -248,14 +287,21 @@ class Backing:
             self.lender.lend(nbytes)
 
     def _refusal(
-        self, pages: int, nbytes: int, *, tokens: int | None = None, because: Exception | None = None
+        self,
+        pages: int,
+        nbytes: int,
+        *,
+        tokens: int | None = None,
+        reusable: int = 0,
+        because: Exception | None = None,
     ) -> KvRefused:
-        room = max(self._room(), 0)
-        unused = int((~self._held).sum()) * self.paging.size
-        fits = min(room // max(self.layout.bytes_per_slot, 1) // self.paging.size * self.paging.size, unused)
-        free = self._driver.memory()[0]
-        wanted = pages * self.paging.size if tokens is None else tokens
-        short = max(nbytes - room, 0) if because is None else nbytes
+        room, size = max(self._room(), 0), self.paging.size
+        unused = int((~self._held).sum())
+        more = bisect_right(range(unused + 1), room, key=self._worst) - 1
+        fits = (more + reusable) * size
+        free = int(min(self._free() + self.lender.kept(), self._left()))
+        wanted = pages * size if tokens is None else tokens
+        short = int(max(nbytes - room, 0)) if because is None else nbytes
         return KvRefused(wanted, min(fits, wanted), free, short=short)
 
 

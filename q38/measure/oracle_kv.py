@@ -23,21 +23,23 @@ from q38.checkpoint.index import Checkpoint, read_json
 from q38.checkpoint.writer import atomic_file, write_json
 from q38.measure.files import require_writable
 from q38.measure.identity import model_identity
+from q38.measure.oracle_needles import DEPTHS, Needle, Ranker, look_up, make_needles, plot_needles, summarize
 from q38.measure.oracle_prompts import Item
 from q38.measure.prompts import load_prompt_text
 from q38.measure.stats import Floats, clustered_mean
 from q38.model.kv import RING_SLOTS, kv_bytes_per_token
 from q38.model.shape import ModelShape
 
-SCHEMA = "q38.oracle-kv/1"
+SCHEMA = "q38.oracle-kv/2"
 REFERENCE, CONTROL = "bf16", "zeros"
 FORMATS = ("int8", "int8ring_int4", "int4")
 _BLOCK = 128  # neighbouring positions, correlated: one cluster of the standard errors
 _BINS = 16  # points of the plot
+_QUESTION = 32  # the most tokens of a needle's question, and of its answer
 _MOVED = 0.01  # nats: below this the control says that the text does not read the cache
 
 
-class Scorer(Protocol):
+class Scorer(Ranker, Protocol):
     """Scores a continuation; see q38.measure.oracle_engine.Engine."""
 
     def score(self, items: Sequence[Item], *, progress: Progress = SILENT) -> list[list[float]]:
@@ -57,6 +59,8 @@ class KvOptions:
     ring: newest tokens that int8ring_int4 keeps in INT8.
     text: a text file; default: the passages that ship with q38.
     device: "cuda" or "cpu"; default: cuda.
+    needles: lengths of texts with a hidden fact; default: a quarter, half and all of `tokens`. None of them: ().
+    depths: of the fact in them.
     """
 
     formats: tuple[str, ...] = FORMATS
@@ -65,6 +69,16 @@ class KvOptions:
     ring: int = RING_SLOTS
     text: Path | None = None
     device: str | None = None
+    needles: tuple[int, ...] | None = None
+    depths: tuple[float, ...] = DEPTHS
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of the needles."""
+        if self.needles is not None:
+            return self.needles
+        shorter = (self.tokens // 4, self.tokens // 2, self.tokens)
+        return tuple(n for n in shorter if n >= self.chunk + _QUESTION)
 
 
 def measure(
@@ -81,37 +95,44 @@ def measure(
 
     Returns:
         {"schema", "formats": {name: {"nll", "d_nll", "mean_abs", "max_abs", "bytes_per_token", "by_position"}},
-        "noise", "control", "order", ...}; differences in nats, format minus bf16.
+        "noise", "control", "order", "needles": q38.measure.oracle_needles.summarize or None, ...}; differences in nats, format
+        minus bf16.
 
     Raises:
         InputError: unknown format, a text that is too short, or `out` is of other inputs.
         CheckFailed: a cache of zeros scores like the real one.
     """
     options = options or KvOptions()
-    ids, inputs = _inputs(model, options)
+    ids, needles, inputs = _inputs(model, options)
     if (existing := _find(out, inputs, fresh=fresh)) is not None:
         progress.say(f"{out} is up to date")
         return existing
     require_writable(out)
     item = Item("text", tuple(ids[: options.chunk]), tuple(ids[options.chunk :]))
-    start = servers or _servers(model, ple, options, progress)
+    start = servers or real_servers(model, ple, options, progress)
     with start(REFERENCE, False) as scorer:
         reference, again = (_score(scorer, item, progress) for _ in range(2))
+        blank, found = look_up(scorer, needles, without=True), {REFERENCE: look_up(scorer, needles)}
     runs: dict[str, Floats] = {}
     for name in options.formats:
         with start(name, False) as scorer:
-            runs[name] = _score(scorer, item, progress)
+            runs[name], found[name] = _score(scorer, item, progress), look_up(scorer, needles)
     with start(options.formats[0], True) as scorer:
-        zeros = _score(scorer, item, progress)
+        zeros, found[CONTROL] = _score(scorer, item, progress), look_up(scorer, needles)
     document = _document(model, options, inputs, reference, again, zeros, runs)
+    document["needles"] = summarize(needles, blank, found) if needles else None
     if document["control"]["mean_abs"] < max(_MOVED, 10 * document["noise"]["mean_abs"]):
         raise CheckFailed(
             f"a cache of zeros moves the log-probabilities by {document['control']['mean_abs']:.4f} nats, noise {document['noise']['mean_abs']:.4f}",
             where="q38 oracle kv",
             remedy="give a text that is longer, or a model that attends to what it has read",
         )
-    with atomic_file(out.with_suffix(".svg")) as file:
-        file.write(_plot(document).encode())
+    plots = {".svg": _plot(document)}
+    if needles:
+        plots[".needles.svg"] = plot_needles(document["needles"])
+    for suffix, plot in plots.items():
+        with atomic_file(out.with_suffix(suffix)) as file:
+            file.write(plot.encode())
     write_json(out, document)
     return document
 
@@ -119,7 +140,7 @@ def measure(
 def plan(model: Path, out: Path, *, options: KvOptions | None = None, fresh: bool = False) -> dict[str, Any]:
     """What `measure` would do, with the same refusals. Starts and writes nothing."""
     options = options or KvOptions()
-    _, inputs = _inputs(model, options)
+    _, needles, inputs = _inputs(model, options)
     existing = _find(out, inputs, fresh=fresh)
     return {
         "dry_run": True,
@@ -127,12 +148,16 @@ def plan(model: Path, out: Path, *, options: KvOptions | None = None, fresh: boo
         "servers": 0 if existing else len(options.formats) + 2,
         "tokens": options.tokens,
         "positions": options.tokens - options.chunk,
-        "writes": [str(out), str(out.with_suffix(".svg"))],
+        "needles": len(needles),
+        "writes": [
+            str(out),
+            *(str(out.with_suffix(s)) for s in (".svg", ".needles.svg")[: 2 if needles else 1]),
+        ],
     }
 
 
-def _inputs(model: Path, options: KvOptions) -> tuple[list[int], dict[str, Any]]:
-    """Token ids of the text, and all that the result depends on."""
+def _inputs(model: Path, options: KvOptions) -> tuple[list[int], list[Needle], dict[str, Any]]:
+    """Token ids of the text, the needles in it, and all that the result depends on."""
     from q38.hf.load import load_tokenizer
 
     unknown = [name for name in options.formats if name not in (*FORMATS, "fp8")]
@@ -148,15 +173,28 @@ def _inputs(model: Path, options: KvOptions) -> tuple[list[int], dict[str, Any]]
             where="--tokens",
             remedy="give more tokens than --chunk",
         )
-    text = "\n\n".join(load_prompt_text(options.text).passages)
-    ids = load_tokenizer(model)(text, add_special_tokens=False, verbose=False).input_ids
+    tokenizer = load_tokenizer(model)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    ids = encode("\n\n".join(load_prompt_text(options.text).passages))
     if len(ids) < options.tokens:
         raise InputError(
             f"the text has {len(ids)} tokens, not {options.tokens}",
             where=options.text or "--tokens",
             remedy="give a longer --text, or fewer --tokens",
         )
-    ids = list(ids[: options.tokens])
+    ids = ids[: options.tokens]
+    if any(not options.chunk + _QUESTION <= n <= options.tokens for n in options.lengths):
+        raise InputError(
+            f"texts of {', '.join(map(str, options.lengths))} tokens",
+            where="--needles",
+            remedy=f"give lengths from {options.chunk + _QUESTION} (--chunk and the question) to {options.tokens} (--tokens)",
+        )
+    if any(not 0 <= depth <= 1 for depth in options.depths):
+        raise InputError("a depth is a part of the text, 0 to 1", where="--depths")
+    needles = make_needles(ids, encode, options.lengths, options.depths)
     inputs = {
         "model": model_identity(model),
         "text": hashlib.sha256(np.array(ids, np.int64).tobytes()).hexdigest(),
@@ -165,8 +203,10 @@ def _inputs(model: Path, options: KvOptions) -> tuple[list[int], dict[str, Any]]
         "ring": options.ring,
         "formats": list(options.formats),
         "device": options.device or "cuda",
+        "needles": list(options.lengths),
+        "depths": list(options.depths),
     }
-    return ids, inputs
+    return ids, needles, inputs
 
 
 def _find(out: Path, inputs: dict[str, Any], *, fresh: bool) -> dict[str, Any] | None:
@@ -185,7 +225,8 @@ def _find(out: Path, inputs: dict[str, Any], *, fresh: bool) -> dict[str, Any] |
     return saved
 
 
-def _servers(model: Path, ple: Path | None, options: KvOptions, progress: Progress) -> Servers:
+def real_servers(model: Path, ple: Path | None, options: KvOptions, progress: Progress = SILENT) -> Servers:
+    """SGLang servers of the model, one a call."""
     from q38.measure.oracle_sglang import SglangEngine
     from q38.serving.launch import running_server
     from q38.serving.sglang_settings import SglangSettings
@@ -194,7 +235,7 @@ def _servers(model: Path, ple: Path | None, options: KvOptions, progress: Progre
     def start(name: str, zeroed: bool) -> Iterator[Scorer]:
         settings = SglangSettings(
             device=options.device,
-            context=-(-(options.tokens + 2) // 64) * 64,
+            context=-(-(options.tokens + _QUESTION + 2) // 64) * 64,
             chunk=options.chunk,
             kv=name,
             kv_ring=options.ring,

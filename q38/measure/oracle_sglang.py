@@ -69,7 +69,18 @@ class SglangEngine:
                 task.advance(len(item.prompt) + len(item.continuation))
         return scores
 
+    def score_ranked(self, item: Item, top: int) -> list[tuple[float, int | None]]:
+        """Log-probability of each continuation token and its rank, from 1 on; None beyond the first `top`."""
+        return [
+            (value, next((i for i, likely in enumerate(tops, 1) if likely == token), None))
+            for token, value, tops in self._entries(item, top)
+        ]
+
     def _score(self, item: Item) -> list[float]:
+        return [value for _, value, _ in self._entries(item, 0)]
+
+    def _entries(self, item: Item, top: int) -> list[tuple[int, float, list[int]]]:
+        """(token, its log-probability, the `top` likeliest tokens) of the continuation."""
         ids = [*item.prompt, *item.continuation]
         body = {
             "input_ids": ids,
@@ -77,17 +88,24 @@ class SglangEngine:
             "return_logprob": True,
             # Logits of the prompt are not wanted: for each token they are as wide as the vocabulary.
             "logprob_start_len": len(item.prompt) - 1,
+            **({"top_logprobs_num": top} if top else {}),
         }
         where = self.client.url + GENERATE
         document = self.client.post(GENERATE, body)
+        last = slice(-len(item.continuation), None)
         try:
-            entries = document["meta_info"]["input_token_logprobs"][-len(item.continuation) :]
-            found = [(int(entry[1]), entry[0]) for entry in entries]
+            meta = document["meta_info"]
+            entries = meta["input_token_logprobs"][last]
+            tops = meta["input_top_logprobs"][last] if top else [[]] * len(entries)
+            found = [
+                (int(token), float("nan") if value is None else float(value), [int(t[1]) for t in likely])
+                for (value, token, *_), likely in zip(entries, tops, strict=True)
+            ]
         except (KeyError, TypeError, IndexError, ValueError):
-            raise ServerError("the answer holds no input_token_logprobs", where=where) from None
-        if [token for token, _ in found] != list(item.continuation):
+            raise ServerError("the answer holds no log-probabilities of the prompt", where=where) from None
+        if [token for token, _, _ in found] != list(item.continuation):
             raise ServerError(f"scored other tokens than those of prompt {item.id}", where=where)
-        return [float("nan") if value is None else float(value) for _, value in found]
+        return found
 
     @contextmanager
     def damaged(self) -> Iterator[str | None]:

@@ -8,7 +8,6 @@ at admission with status 400 and what would fit, in mid-prefill and in decode wi
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
     from q38.kvcache.pool import Memory
 
 logger = logging.getLogger(__name__)
-_BUSY, _REFUSED = 503, 400  # HTTP status
+_INTERNAL, _BUSY, _REFUSED = 500, 503, 400  # HTTP status
 _MORE = 256 * MIB  # taken from the expert cache on top, so that a long prefill asks seldom
-_EVERY_S = 30.0
 _state: KvMemory | None = None
 
 
@@ -41,6 +39,7 @@ def hooks() -> list[Hook]:
         Hook(SCHEDULER + ".get_new_batch_prefill", "around", new_prefill),
         Hook(SCHEDULER + ".on_idle", "around", on_idle),
         Hook(SCHEDULE_BATCH + ".check_decode_mem", "around", check_decode),
+        Hook(SCHEDULE_BATCH + ".retract_decode", "after", end_decode),
         Hook(ALLOCATOR + ".alloc", "around", alloc),
         Hook(ALLOCATOR + ".alloc_extend", "around", alloc_extend),
         Hook(ALLOCATOR + ".alloc_decode", "around", alloc_decode),
@@ -48,10 +47,13 @@ def hooks() -> list[Hook]:
 
 
 class ExpertLender:
-    """The expert cache gives up rows for the KV cache, and takes them back when it needs less."""
+    """The expert cache gives up rows for the KV cache, and takes them back when it needs less.
+
+    reserve: bytes that stay for the working memory of a step.
+    """
 
     def __init__(self, reserve: int) -> None:
-        self._reserve, self._lent, self._emptied = reserve, False, -_EVERY_S
+        self._reserve, self._lent = reserve, False
 
     def available(self) -> int:
         """Bytes of rows that could still move to the host."""
@@ -64,13 +66,12 @@ class ExpertLender:
         return int(min(slots, int(cache.resident.sum())) * stored.layout.row_bytes)
 
     def lend(self, nbytes: int) -> None:
-        """Free what torch keeps for itself, then shrink the expert cache by what is still missing."""
+        """Shrink the expert cache."""
         from q38.sglang_ext import residency
 
-        missing = nbytes - self._empty_cache(nbytes)
-        if missing > 0 and (stored := residency.loaded()) is not None:
+        if (stored := residency.loaded()) is not None:
             with stored.gate.move():
-                given = stored.cache.free(missing + _MORE)
+                given = stored.cache.free(nbytes + _MORE)
             self._lent = self._lent or given > 0
             logger.info("q38: the expert cache gave %s to the KV cache", format_bytes(given))
 
@@ -80,23 +81,28 @@ class ExpertLender:
 
         if self._lent and (stored := residency.loaded()) is not None:
             with stored.gate.move():
-                rows = stored.cache.fill(self._reserve)
+                rows = stored.cache.fill(max(self._reserve - self.kept(), self._reserve // 4))
             self._lent = False
             logger.info("q38: %d expert rows are back in device memory", rows)
 
-    def _empty_cache(self, nbytes: int) -> int:
-        """Bytes that torch gave back to the driver. Seldom: the next step takes them again, at a cost."""
+    def kept(self) -> int:
+        """Bytes that torch keeps from earlier steps for the next ones."""
         import torch
 
-        now = time.monotonic()
-        if not torch.cuda.is_available() or now - self._emptied < _EVERY_S:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return 0
-        before = torch.cuda.memory_reserved()
-        if before - torch.cuda.memory_allocated() < min(nbytes, _MORE):
-            return 0
-        self._emptied = now
-        torch.cuda.empty_cache()
-        return int(before - torch.cuda.memory_reserved())
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        # Memory of captured graphs is in pools of its own, which no other step may use.
+        return sum(
+            s["total_size"] for s in segments if not s["active_size"] and s["segment_pool_id"] == (0, 0)
+        )
+
+    def give_back(self) -> None:
+        """Have torch return that memory to the driver; the next step takes it again, which costs it some 50 ms."""
+        import torch
+
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
 
 
 class KvMemory:
@@ -127,6 +133,7 @@ class KvMemory:
             "bytes_per_token": layout.bytes_per_token(paging.tokens),
             "mapped_bytes": self.backing.committed,
             "ring_bytes": layout.ring_bytes,
+            "kept_for_steps_bytes": self.backing.lender.kept(),
         }
 
     def stale(self, allocator: Any) -> bool:
@@ -156,7 +163,9 @@ def open_memory(
     driver, quiesce = _driver(device)
     lender = ExpertLender(options.kv_headroom)
     paging = Paging(tokens, page_size)
-    backing = Backing(driver, layout, paging, headroom=options.kv_headroom, lender=lender)
+    backing = Backing(
+        driver, layout, paging, headroom=options.kv_headroom, limit=options.kv_limit, lender=lender
+    )
     _state = KvMemory(backing, quiesce)
     from q38.sglang_ext import residency
 
@@ -186,7 +195,9 @@ def new_prefill(original: Callable[..., Any], self: Any, running_batch: Any) -> 
     except KvRefused as refused:
         logger.warning("q38: prefill: %s", refused)
         if self.chunked_req is not None:
-            self.chunked_req.discard_output_reason = _abort(str(refused), _BUSY)
+            done, total = self.chunked_req.prefix_len, len(self.chunked_req.origin_input_ids)
+            told = f"no memory for the KV cache after {done} of {total} tokens of the prompt; {done + refused.fits} would fit"
+            self.chunked_req.discard_output_reason = _abort(told, _BUSY)
             self._pending_chunked_abort_req = self.chunked_req
             self.process_pending_chunked_abort()
         elif alone:
@@ -209,6 +220,16 @@ def check_decode(original: Callable[..., bool], self: Any, selected_indices: lis
         logger.warning("q38: decode: %s", refused)
         return False
     return True
+
+
+def end_decode(result: tuple[list[Any], float, list[Any]], _batch: Any) -> tuple[list[Any], float, list[Any]]:
+    """The last request, which memory is too small for although nothing else runs: SGLang calls that an internal error."""
+    for req in result[2]:
+        if _state is not None and req.to_finish.status_code == _INTERNAL:
+            done = len(req.origin_input_ids) + len(req.output_ids)
+            told = f"no memory for the KV cache after {done} tokens of prompt and answer"
+            req.to_finish = _abort(told, _BUSY)
+    return result
 
 
 def on_idle(original: Callable[..., None], self: Any) -> None:
@@ -278,8 +299,11 @@ def _ensure(scheduler: Any, pages: int) -> None:
 def _never_fits(scheduler: Any) -> KvRefused | None:
     """Why the next request does not fit although nothing else runs."""
     assert _state is not None
-    tokens = len(scheduler.waiting_queue[0].origin_input_ids) - int(scheduler.tree_cache.evictable_size())
-    return _state.backing.refusal(tokens) if tokens > 0 else None
+    allocator, req = scheduler.token_to_kv_pool_allocator, scheduler.waiting_queue[0]
+    # Pages of finished requests are backed until the server is idle, those of prefixes until they are evicted.
+    free = _state.backing.held[allocator.get_all_free_pages().cpu().numpy()].sum()
+    kept = int(scheduler.tree_cache.evictable_size()) // allocator.page_size
+    return _state.backing.refusal(len(req.origin_input_ids), reusable=int(free) + kept)
 
 
 def _prefill_pages(scheduler: Any) -> int:

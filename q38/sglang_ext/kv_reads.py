@@ -86,10 +86,12 @@ def pack(
     token = torch.arange(total_k, device=cu_k.device)
     request = torch.searchsorted(cu_k[1:].long(), token, right=True)  # [total_k]
     slots = req_to_token[req_indices.long()[request], token - cu_k.long()[request]].long()
+    # Contexts grow with every step: sizes that repeat are what torch's allocator can use again.
+    size = min(1 << (total_k - 1).bit_length(), max(total_k, req_to_token.shape[1]))
     packed = []
     for rows in (k, v):
-        out = torch.empty(total_k, *rows.shape[1:], dtype=output_dtype or rows.dtype, device=cu_k.device)
-        packed.append(rows.gather(slots, out))
+        out = torch.empty(size, *rows.shape[1:], dtype=output_dtype or rows.dtype, device=cu_k.device)
+        packed.append(rows.gather(slots, out[:total_k]))
     return packed[0], packed[1]
 
 

@@ -36,11 +36,13 @@ def make(
 
 
 class Lender:
-    """Holds device memory that it gives away."""
+    """Holds device memory that it gives away, and some that steps keep."""
 
-    def __init__(self, driver: Pages, nbytes: int) -> None:
+    def __init__(self, driver: Pages, nbytes: int, *, kept: int = 0) -> None:
         self.driver, self.asked, self.returned = driver, [], 0
-        self.handles = [driver.create(CHUNK) for _ in range(nbytes // CHUNK)]
+        self.handles, self.steps = (
+            [driver.create(CHUNK) for _ in range(size // CHUNK)] for size in (nbytes, kept)
+        )
 
     def available(self) -> int:
         return len(self.handles) * CHUNK
@@ -53,6 +55,13 @@ class Lender:
 
     def take_back(self) -> None:
         self.returned += 1
+
+    def kept(self) -> int:
+        return len(self.steps) * CHUNK
+
+    def give_back(self) -> None:
+        while self.steps:
+            self.driver.release(self.steps.pop())
 
 
 def test_at_the_start_only_the_page_of_padded_steps_is_backed() -> None:
@@ -70,6 +79,25 @@ def test_pages_are_usable_once_ensured_and_every_buffer_keeps_its_address() -> N
             driver.bytes_at(backing.address(part) + page * PAGE * part.row_bytes, PAGE * part.row_bytes)
     assert [backing.address(part) for part in LAYOUT.parts()] == before
     assert backing.ensure([3, 7]) == 0
+
+
+def test_no_more_than_the_limit_is_mapped() -> None:
+    _, backing = make()
+    backing.limit = backing.committed + 24 * CHUNK
+    with pytest.raises(KvRefused, match=r"3\.0 KiB of GPU memory are free"):
+        backing.ensure(range(1, 21))
+    assert backing.refusal(80).fits == backing.refusal(16).fits == 12  # type: ignore[union-attr]
+    backing.ensure([1, 2])
+    assert backing.committed <= backing.limit
+
+
+def test_pages_that_are_backed_already_need_no_memory() -> None:
+    _, backing = make()
+    backing.ensure(range(1, 11))
+    backing.limit = backing.committed
+    assert backing.refusal(40, reusable=10) is None
+    refused = backing.refusal(41, reusable=10)
+    assert refused is not None and (refused.tokens, refused.fits) == (41, 40)
 
 
 def test_memory_goes_back_when_the_last_page_of_a_chunk_is_free() -> None:
@@ -92,12 +120,14 @@ def test_a_page_in_the_middle_of_a_chunk_keeps_it() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_would_and_nothing_is_kept() -> None:
-    driver, backing = make(total=4 * CHUNK * 4)
+    driver, backing = make(total=4 * CHUNK * 8)
     before, held = driver.committed, backing.held
     with pytest.raises(KvRefused, match=r"80 tokens of KV cache do not fit.* would fit") as refused:
         backing.ensure(range(1, 21))
     assert (refused.value.tokens, refused.value.exit_code) == (80, 3)
     assert 0 < refused.value.fits < 80
+    assert backing.refusal(refused.value.fits) is None
+    assert backing.refusal(refused.value.fits + 1) is not None
     assert driver.committed == before
     assert np.array_equal(backing.held, held)
     backing.ensure(range(1, 1 + refused.value.fits // PAGE // 2))
@@ -124,6 +154,20 @@ def test_the_lender_is_asked_before_anything_is_refused_and_for_what_is_missing(
     backing.ensure(range(1, 21))
     assert lender.asked and all(0 < asked <= 80 * CHUNK for asked in lender.asked)
     assert driver.memory()[0] >= 8 * CHUNK
+
+
+@pytest.mark.parametrize("free", [20, 10])
+def test_what_steps_keep_is_headroom_and_is_given_back_before_anything_is_lent(free: int) -> None:
+    """16 chunks are wanted and 12 must stay; 20 + 8 or 10 + 18 are there."""
+    driver = Pages(total=1000 * CHUNK, granularity=CHUNK)
+    lender = Lender(driver, 80 * CHUNK, kept=(28 - free) * CHUNK)
+    backing = Backing(driver, LAYOUT, Paging(TOKENS, PAGE), headroom=12 * CHUNK, lender=lender)
+    driver.total = driver.committed + free * CHUNK
+    assert backing._missing(range(1, 5)) == 16 * CHUNK
+    backing.ensure(range(1, 5))
+    assert lender.asked == []
+    assert bool(lender.steps) == (free == 20)  # given back only where the driver has too little
+    assert driver.total - driver.committed + lender.kept() == 12 * CHUNK
 
 
 def test_headroom_is_kept_down_to_its_half() -> None:

@@ -15,7 +15,9 @@ import pytest
 from q38.base.errors import CheckFailed, InputError
 from q38.base.progress import SILENT, Progress
 from q38.measure.oracle_kv import KvOptions, Scorer, measure, plan
+from q38.measure.oracle_needles import Ranked
 from q38.measure.oracle_prompts import Item
+from tests.measure.test_oracle_needles import read_back
 
 OPTIONS = KvOptions(formats=("int8", "int4"), tokens=300, chunk=64, ring=32)
 Start = Callable[[str, bool], AbstractContextManager[Scorer]]
@@ -34,6 +36,10 @@ class Scores:
         at = np.arange(len(item.continuation))
         error = self.size * np.where(at % 2, 1.0, -0.5) + self.noise * (self.calls - 1)
         return [(-3.0 - np.sin(at) + error).tolist()]
+
+    def score_ranked(self, item: Item, top: int) -> list[Ranked]:
+        """A model that knows what it has read, as far as its cache is right."""
+        return read_back(item, trust=1.0 if self.size < 1 else 0.0)
 
 
 def servers(sizes: dict[str, float], started: list[Any], *, noise: float = 0.0) -> Start:
@@ -54,6 +60,16 @@ def test_each_format_is_compared_with_bf16_at_every_position_that_reads_the_cach
     started: list[Any] = []
     out = tmp_path / "kv.json"
     result = measure(tiny_packed, out, options=OPTIONS, servers=servers(GOOD, started, noise=1e-5))
+    needles = result["needles"]
+    assert needles["needles"] == 6  # 150 and 300 tokens; 75 are too few after a step of 64
+    assert needles["retrieves"]
+    assert {name: run["found"] for name, run in needles["runs"].items()} == {
+        "bf16": 6,
+        "int8": 6,
+        "int4": 6,
+        "zeros": 0,
+    }
+    assert out.with_suffix(".needles.svg").read_text().startswith("<svg")
     assert [s for s in started if isinstance(s[1], bool)] == [
         ("bf16", False),
         ("int8", False),
@@ -104,13 +120,16 @@ def test_a_result_is_kept_and_one_of_other_inputs_is_not_replaced(tiny_packed: P
         measure(tiny_packed, out, options=other, servers=servers(GOOD, started))
     assert measure(tiny_packed, out, options=other, fresh=True, servers=servers(GOOD, started)) != first
     out.write_text("{}")
-    with pytest.raises(InputError, match=r"is no q38\.oracle-kv/1 file"):
+    with pytest.raises(InputError, match=r"is no q38\.oracle-kv/2 file"):
         plan(tiny_packed, out, options=OPTIONS)
 
 
 def test_the_plan_counts_servers_and_positions(tiny_packed: Path, tmp_path: Path) -> None:
     planned = plan(tiny_packed, tmp_path / "kv.json", options=OPTIONS)
-    assert (planned["servers"], planned["positions"]) == (4, 236)
+    assert (planned["servers"], planned["positions"], planned["needles"]) == (4, 236, 6)
+    assert [Path(file).name for file in planned["writes"]] == ["kv.json", "kv.svg", "kv.needles.svg"]
+    planned = plan(tiny_packed, tmp_path / "kv.json", options=replace(OPTIONS, needles=()))
+    assert (planned["needles"], len(planned["writes"])) == (0, 2)
     assert not list(tmp_path.iterdir())
 
 
@@ -123,6 +142,9 @@ def test_the_plan_counts_servers_and_positions(tiny_packed: Path, tmp_path: Path
         (replace(OPTIONS, tokens=64), "read no cache"),
         (replace(OPTIONS, tokens=10**7), "the text has"),
         (replace(OPTIONS, text=Path("/no/such/file")), "cannot be read"),
+        (replace(OPTIONS, needles=(80,)), "lengths from 96"),
+        (replace(OPTIONS, needles=(200, 301)), "to 300"),
+        (replace(OPTIONS, depths=(0.5, 1.5)), "a depth is a part"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(

@@ -16,7 +16,7 @@ from q38.data import data_path
 from q38.kvcache.layout import KvLayout
 from q38.model.kv import kv_bytes_per_token
 from q38.model.shape import ModelShape
-from q38.recipe.budget import Sizes, machine_plan
+from q38.recipe.budget import GroupCost, MachinePlan, Reserve, Sizes, machine_plan
 from q38.serving import sglang_plan
 from q38.serving.engines import ServeOptions
 from q38.serving.kv_choice import BY_ERROR, choose_kv
@@ -81,7 +81,11 @@ def test_the_ring_is_no_larger_than_the_context(tiny_packed: Path, tiny_ple: Pat
 def test_prefixes_get_state_slots_beyond_those_of_running_requests(tiny_packed: Path, tiny_ple: Path) -> None:
     with_cache, *_ = started(tiny_packed, tiny_ple, device="cpu", context=256, requests=2, prefix_cache=True)
     without, *_ = started(tiny_packed, tiny_ple, device="cpu", context=256, requests=2)
-    assert with_cache[with_cache.index("--max-mamba-cache-size") + 1] == "12"
+    one_by_one, *_ = started(
+        tiny_packed, tiny_ple, device="cpu", context=256, requests=2, prefix_cache=True, overlap=False
+    )
+    assert with_cache[with_cache.index("--max-mamba-cache-size") + 1] == "14"
+    assert one_by_one[one_by_one.index("--max-mamba-cache-size") + 1] == "12"
     assert "--disable-radix-cache" not in with_cache
     assert "--disable-radix-cache" in without
     assert "--max-mamba-cache-size" not in without
@@ -125,7 +129,7 @@ def plan_of(rows: dict[str, int]) -> Any:
         if resolved.kv not in rows:
             raise ResourceError(f"{resolved.kv} does not fit", where="GPU")
         n = rows[resolved.kv]
-        return ServePlan({}, {}, {}, 1000, n, n, 16, 0, kv=resolved.kv)
+        return ServePlan({}, {}, {}, 1000, n, n, 16, 0, chunk=2048, kv=resolved.kv)
 
     return make
 
@@ -148,6 +152,35 @@ def test_auto_takes_the_most_exact_format_that_leaves_the_experts_alone(
     rows: dict[str, int], picked: str
 ) -> None:
     resolved, plan = choose_kv(AUTO, plan_of(rows))
+    assert (resolved.kv, plan.kv) == (picked, picked)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("context", "picked"), [(262_144, "int8ring_int4"), (131_072, "int8ring_int4"), (32_768, "bf16")]
+)
+def test_auto_on_a_24_gb_card(monkeypatch: pytest.MonkeyPatch, context: int, picked: str) -> None:
+    """The release's shapes, 6 GiB of them dense, through the real plan."""
+    row_bytes, experts = 1_305_600, GroupCost("experts", 0, 0, 24_576 * 1_305_600, {})
+    sizes = Sizes([experts], 0, 0, 0, 6 * GIB + experts.bytes, 0, 0, 0.0, 0.0, row_bytes)
+
+    def on_gpu(*arguments: Any) -> MachinePlan:
+        resolved: Resolved = arguments[3]
+        return machine_plan(
+            CONFIG, sizes, gpu_total=int(23.9 * GIB), ram_total=28 * GIB, context=resolved.context,
+            kv_format=resolved.kv, states=resolved.states, reserve=Reserve(host_system=0),
+        )  # fmt: skip
+
+    class Nothing:
+        config, tensors = CONFIG, {}
+
+    monkeypatch.setattr(sglang_plan, "_on_gpu", on_gpu)
+    monkeypatch.setattr(sglang_plan, "_row_bytes", lambda *_: row_bytes)
+    asked = Resolved("cuda", context, 1, 2048, "auto", prefix_cache=True)
+    resolved, plan = choose_kv(
+        asked,
+        lambda chosen: sglang_plan.make_plan(Nothing(), SglangSettings(), chosen, None),  # type: ignore[arg-type]
+    )
     assert (resolved.kv, plan.kv) == (picked, picked)
 
 

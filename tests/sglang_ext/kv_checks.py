@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,10 @@ from sglang.srt.layers.attention.qsa import kernel, sparse_attn
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from q38.base.errors import InputError
 from q38.kvcache.layout import TIERED, KvLayout
 from q38.residency.driver import OutOfMemory
-from q38.sglang_ext import kv_memory
+from q38.sglang_ext import kv_format, kv_memory
 from q38.sglang_ext.host_memory import HostMemory
 from q38.sglang_ext.kv_format import PackedRows, StoredKv
 from q38.sglang_ext.options import ExtensionOptions
@@ -144,6 +146,25 @@ def refusals(name: str) -> list[str]:
     return said
 
 
+def conflict(**changed: Any) -> str:
+    """What an option of SGLang beside --kv int4 is told."""
+    plain = {
+        "enable_hierarchical_cache": False, "disaggregation_mode": "null", "enable_memory_saver": False,
+        "speculative_algorithm": None, "tp_size": 1,
+    }  # fmt: skip
+    configurator = SimpleNamespace(
+        server_args=SimpleNamespace(**{**plain, **changed}), kv_cache_dtype=torch.bfloat16
+    )
+    kept, kv_format.given = kv_format.given, lambda: ExtensionOptions("", kv="int4")
+    try:
+        kv_format._refuse_combinations(configurator)
+    except InputError as error:
+        return str(error)
+    finally:
+        kv_format.given = kept
+    return "accepted"
+
+
 def sizes(name: str | None) -> list[int]:
     """[bytes of keys and values by SGLang's count, heads x dim of the shape that it is told]."""
     pool = make(name)
@@ -220,7 +241,11 @@ class Scheduler(SimpleNamespace):
         request = SimpleNamespace(origin_input_ids=[1] * waiting, output_ids=[], rid="waiting")
         super().__init__(
             token_to_kv_pool_allocator=allocator,
-            chunked_req=SimpleNamespace(rid="chunked", discard_output_reason=None) if chunked else None,
+            chunked_req=SimpleNamespace(
+                rid="chunked", discard_output_reason=None, prefix_len=128, origin_input_ids=[1] * 200
+            )
+            if chunked
+            else None,
             waiting_queue=[request] if waiting else [],
             chunked_prefill_size=128,
             max_total_num_tokens=TOKENS,
@@ -243,11 +268,18 @@ class Scheduler(SimpleNamespace):
         )
 
 
-def prefill(pages: int, *, running: int = 0, first: int = 0, **options: Any) -> list[Any]:
-    """What the hook of the prefill does; the last entry says whether SGLang's own function was reached."""
+def prefill(
+    pages: int, *, running: int = 0, first: int = 0, freed: bool = False, **options: Any
+) -> list[Any]:
+    """What the hook of the prefill does; the last entry says whether SGLang's own function was reached.
+
+    first: pages that another request has before, and gives back where `freed`.
+    """
     scheduler = Scheduler(pages, **options)
     if first:
         scheduler.held = scheduler.token_to_kv_pool_allocator.alloc(first * PAGE)
+    if freed:
+        scheduler.token_to_kv_pool_allocator.free(scheduler.held)
     batch = SimpleNamespace(is_empty=lambda: not running)
     reached = []
     plan = kv_memory.new_prefill(lambda *_: reached.append(1), scheduler, batch)
@@ -255,6 +287,22 @@ def prefill(pages: int, *, running: int = 0, first: int = 0, **options: Any) -> 
         assert plan.batch_to_run is None and plan.running_batch is batch
     kv_memory._state = None
     return [*scheduler.told, bool(reached)]
+
+
+def idle(*, fully: bool) -> list[str]:
+    """What happens, in order, when pages are free and the scheduler finds no batch; `fully`: no step is under way either."""
+    scheduler, told = Scheduler(8), list[str]()
+    assert kv_memory._state is not None
+    kv_memory._state._quiesce = lambda: told.append("wait for the device")
+    driver = kv_memory._state.backing._driver
+    unmap = driver.unmap
+    driver.unmap = lambda *place: (told.append("unmap"), unmap(*place))[1]  # type: ignore[method-assign]
+    allocator = scheduler.token_to_kv_pool_allocator
+    allocator.free(allocator.alloc(4 * PAGE))
+    scheduler.is_fully_idle = lambda: fully
+    kv_memory.on_idle(lambda _: told.append("sglang"), scheduler)
+    kv_memory._state = None
+    return [what for what, _ in groupby(told)]
 
 
 def decode(pages: int, tokens: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,8 @@ import httpx
 import pytest
 import torch
 
-from q38.measure.oracle_kv import KvOptions, measure
+from q38.measure.oracle_kv import KvOptions, Scorer, measure, real_servers
+from q38.measure.oracle_sglang import SglangEngine
 from q38.serving.launch import running_server
 from q38.serving.sglang_settings import SglangSettings
 from tests.sglang_ext.conftest import missing
@@ -176,16 +178,41 @@ def test_memory_comes_with_the_pages_and_goes_when_they_are_free(
 
 @pytest.mark.slow
 def test_the_error_of_a_format_is_measured_between_no_noise_and_a_cache_of_zeros(
-    tiny_packed: Path, tiny_ple: Path, tmp_path: Path
+    server: Server, tiny_packed: Path, tiny_ple: Path, tmp_path: Path
 ) -> None:
-    if why := missing():
-        pytest.skip(why)
-    options = KvOptions(formats=("int4",), tokens=400, chunk=128, device="cpu")
+    """The order of the formats is tested without servers, in test_kv_hooks.py."""
+    options = KvOptions(
+        formats=("int8ring_int4",),
+        tokens=400,
+        chunk=128,
+        ring=256,
+        device="cpu",
+        needles=(300,),
+        depths=(0.5,),
+    )
+    real = real_servers(tiny_packed, tiny_ple, options)
+
+    @contextmanager
+    def servers(name: str, zeroed: bool) -> Iterator[Scorer]:
+        if (name, zeroed) == ("int8ring_int4", False):  # that one runs already
+            forget(server)
+            with SglangEngine(server.url, tiny_packed) as engine:
+                yield engine
+        else:
+            with real(name, zeroed) as scorer:
+                yield scorer
+
     out = tmp_path / "kv.json"
-    result = measure(tiny_packed, out, ple=tiny_ple, options=options)
+    result = measure(tiny_packed, out, options=options, servers=servers)
     assert result["positions"] == 272
-    found = result["formats"]["int4"]
+    found = result["formats"]["int8ring_int4"]
     assert result["noise"]["mean_abs"] < found["mean_abs"] < result["control"]["mean_abs"]
-    assert found["bytes_per_token"] == 576 + 64
+    assert found["bytes_per_token"] == 576 + 64 + 1056 * 256 / 400
+    (cell,) = result["needles"]["cells"]
+    assert (
+        0
+        <= abs(cell["int8ring_int4"]["nll"] - cell["bf16"]["nll"])
+        < abs(cell["zeros"]["nll"] - cell["bf16"]["nll"])
+    )
     assert out.with_suffix(".svg").read_text().startswith("<svg")
-    assert measure(tiny_packed, out, ple=tiny_ple, options=options) == result  # nothing is started again
+    assert measure(tiny_packed, out, options=options) == result  # nothing is started again

@@ -50,6 +50,24 @@ def test_every_other_reader_is_refused_with_the_reason(child: Child, name: str) 
         assert "does not undo the rounding" in line or "scales of the checkpoint" in line, line
 
 
+@pytest.mark.parametrize(
+    ("changed", "option"),
+    [
+        ("enable_hierarchical_cache=True", "--enable-hierarchical-cache"),
+        ("disaggregation_mode='prefill'", "--disaggregation-mode"),
+        ("enable_memory_saver=True", "--enable-memory-saver"),
+        ("speculative_algorithm='NGRAM'", "--speculative-algorithm"),
+        ("tp_size=2", "--tp"),
+    ],
+)
+def test_options_that_read_or_move_the_cache_by_themselves_are_refused(
+    child: Child, changed: str, option: str
+) -> None:
+    assert ask(child, "conflict()") == "accepted"
+    told = ask(child, f"conflict({changed})")
+    assert told.startswith(option) and "contradicts --kv int4" in told
+
+
 def test_sglang_counts_the_bytes_of_the_format_and_sees_the_shape_of_the_rows(child: Child) -> None:
     slots, layers, values = 256 + 64, 2, 2 * 2 * 64
     bits = {None: 16, "fp8": 8, "int8": 8 + 16 / 64, "int4": 4 + 16 / 32, "int8ring_int4": 4 + 16 / 32}
@@ -82,6 +100,13 @@ def test_a_prompt_that_fits_goes_on_to_sglang(child: Child) -> None:
     assert ask(child, "prefill(8, waiting=200)") == [True]
 
 
+def test_pages_of_a_request_that_just_ended_count_for_the_next(child: Child) -> None:
+    assert ask(child, "prefill(3, waiting=190, first=3, freed=True)") == [True]
+    (what, _, reason), reached = ask(child, "prefill(3, waiting=200, first=3, freed=True)")
+    assert (what, reached, reason["status_code"]) == ("abort", False, 400)
+    assert "; 192 tokens would fit" in reason["message"]
+
+
 def test_a_prompt_waits_while_others_run(child: Child) -> None:
     assert ask(child, "prefill(1, waiting=200, running=1)") == [False]
 
@@ -90,11 +115,17 @@ def test_in_mid_prefill_memory_that_is_gone_ends_that_request_with_503(child: Ch
     (what, who, reason), reached = ask(child, "prefill(1, chunked=True)")
     assert (what, who, reached) == ("abort", "chunked", False)
     assert reason["status_code"] == 503
+    assert reason["message"].endswith("after 128 of 200 tokens of the prompt; 128 would fit")
 
 
 def test_finished_prefixes_make_room_before_anything_is_refused(child: Child) -> None:
     told = ask(child, "prefill(3, waiting=100, first=3, evictable=192)")
     assert told == [["evict", 128], True]
+
+
+def test_memory_goes_only_when_no_step_is_under_way_and_the_device_is_done(child: Child) -> None:
+    assert ask(child, "idle(fully=True)") == ["wait for the device", "unmap", "sglang"]
+    assert ask(child, "idle(fully=False)") == ["sglang"]
 
 
 def test_decode_is_told_when_memory_is_gone(child: Child) -> None:
