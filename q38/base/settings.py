@@ -102,6 +102,12 @@ def child_env(extra: Mapping[str, str] | None = None, *, drop: tuple[str, ...] =
     return {**env, **(extra or {})}
 
 
+def cuda_home() -> Path | None:
+    """Where the CUDA toolkit is said to be (CUDA_HOME, then CUDA_PATH)."""
+    value = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return Path(value) if value else None
+
+
 def sglang_platform() -> str:
     """The out-of-tree platform that SGLang is told to use (SGLANG_PLATFORM); empty: its own choice."""
     return os.environ.get("SGLANG_PLATFORM", "")

@@ -64,10 +64,18 @@ def build_placement(
     server: Annotated[
         str | None,
         typer.Option(
-            help="Record what a running SGLang server chooses while it generates; start it with --enable-return-routed-experts.",
+            help="Record what a running SGLang server chooses while it generates; start it with --return-routes "
+            "(SGLang's --enable-return-routed-experts).",
             show_default=False,
         ),
     ] = None,
+    counted: Annotated[
+        bool,
+        typer.Option(
+            "--counted",
+            help="With --server: take what a server of q38 serve has counted since its start, and send it no prompts.",
+        ),
+    ] = False,
     dry_run: DryRunFlag = False,
     fresh: FreshFlag = False,
     json: JsonFlag = False,
@@ -83,7 +91,7 @@ def build_placement(
         from q38.base.errors import InputError
         from q38.measure.placement import build_placement as run
         from q38.measure.placement import plan_placement
-        from q38.measure.placement_sources import import_placement, record_server
+        from q38.measure.placement_sources import count_server, import_placement, record_server
 
         try:
             sizes = [int(part) for part in resident.split(",")] if resident else None
@@ -91,11 +99,17 @@ def build_placement(
             raise InputError(
                 f"'{resident}' is not a list of numbers", where="--resident", remedy="write 128,184"
             ) from None
-        if (recorded and server) or (weights and not recorded) or (recorded and trace):
+        if (
+            (recorded and server)
+            or (weights and not recorded)
+            or (trace and (recorded or counted))
+            or (counted and not server)
+        ):
             raise InputError(
                 "these options exclude each other",
-                where="--from, --weights, --server, --trace",
-                remedy="give --from with or without --weights, or --server, or neither; --trace not with --from",
+                where="--from, --weights, --server, --counted, --trace",
+                remedy="give --from with or without --weights, or --server with or without --counted, or neither; "
+                "--trace not with --from or --counted",
             )
         try:
             shares = [float(part) for part in weights.split(",")] if weights else None
@@ -114,6 +128,8 @@ def build_placement(
                 fresh=fresh,
                 dry_run=dry_run,
             )
+        elif server and counted:
+            result = count_server(model, out, server, sizes=sizes, fresh=fresh, dry_run=dry_run)
         elif server:
             result = record_server(
                 model, out, server, text=text, tokens=tokens, seqlen=seqlen, sizes=sizes, trace=trace, fresh=fresh,

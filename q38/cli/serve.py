@@ -110,7 +110,10 @@ def start(
     ] = None,
     chunk: Annotated[
         int | None,
-        typer.Option(help="sglang: prompt tokens of one prefill step; default: 2048.", show_default=False),
+        typer.Option(
+            help="sglang: prompt tokens of one prefill step; default: 2048 to 8192, as the GPU's memory allows.",
+            show_default=False,
+        ),
     ] = None,
     kv: Annotated[
         str | None,
@@ -155,6 +158,22 @@ def start(
             show_default=False,
         ),
     ] = None,
+    overlap: Annotated[
+        bool | None,
+        typer.Option(
+            "--overlap/--no-overlap",
+            help="sglang: schedule a decode step while the one before runs; default: on, where the n-gram rows allow it.",
+            show_default=False,
+        ),
+    ] = None,
+    int8_mixes: Annotated[
+        bool | None,
+        typer.Option(
+            "--int8-mixes",
+            help="sglang: round the matrices of the hyper-connections to INT8 while loading; default: they stay bf16.",
+            show_default=False,
+        ),
+    ] = None,
     tp: Annotated[
         int | None,
         typer.Option(help="sglang: GPUs that share the model; only 1 is possible.", show_default=False),
@@ -188,6 +207,8 @@ def start(
             resident=resident,
             return_routes=return_routes,
             tp=tp,
+            overlap=overlap,
+            int8_mixes=int8_mixes,
         )
         options = ServeOptions(model, ple, engine, host, port, name, api_key, log, start_timeout, settings)
         if dry_run:
@@ -243,3 +264,6 @@ def stop(port: PortFilter = None, json: JsonFlag = False, debug: DebugFlag = Fal
         record = records.stop(port)
         console.print(f"stopped {record.model} on port {record.port} (pid {record.pid})")
         console.emit({"stopped": asdict(record)})
+
+
+from q38.cli import serve_fleet as _serve_fleet  # noqa: E402, F401  registers `q38 serve fleet`

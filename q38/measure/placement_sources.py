@@ -23,11 +23,12 @@ from q38.measure.placement import SPLIT, is_up_to_date, report
 from q38.model.shape import ModelShape
 from q38.model.text import STDLIB, load_texts, pack_tokens
 from q38.residency.imported import DUMPS, Imported, Sizes, import_files, of_trace
-from q38.residency.profile import require_tokens, save
+from q38.residency.profile import Profile, require_tokens, save
 from q38.residency.trace import Trace, write_trace
 from q38.serving.client import Client, ServerError
 
 FLAG = "--enable-return-routed-experts"
+COUNTS = "/q38/routing"
 
 
 def import_placement(
@@ -140,6 +141,39 @@ def record_server(
     return report(out, model, sizes, up_to_date=up_to_date)
 
 
+def count_server(
+    model: Path,
+    out: Path,
+    url: str,
+    *,
+    sizes: Sequence[int] | None = None,
+    fresh: bool = False,
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Make a profile of what a server that q38 started has chosen since its start, prompts and answers alike.
+
+    Gate weights are not counted there: every selection weighs the same.
+
+    Raises:
+        InputError: too few tokens so far, a server of another kind or of another model, or `out` holds something else.
+        ResourceError: no server answers. ServerError: it refuses, breaks off or sends garbage.
+    """
+    found = model_sizes(model)
+    server = _Completions(url)
+    with server:
+        served, count = str(server.models()[0]["id"]), server.counted(found)
+    tokens = int(count.sum()) // (found.layers * found.top_k)
+    require_tokens(tokens, where=url)
+    metadata = _metadata(model, served=served, counted=digest(count.tolist()))
+    up_to_date = is_up_to_date(out, metadata, fresh=fresh, halves=False)
+    if dry_run:
+        return _plan(out, found, tokens, metadata, up_to_date=up_to_date)
+    if not up_to_date:
+        require_writable(out)
+        save(Profile(count, count / found.top_k, tokens, metadata), out)
+    return report(out, model, sizes, up_to_date=up_to_date)
+
+
 def model_sizes(model: Path) -> Sizes:
     """Layers, experts and experts a token of a checkpoint."""
     shape = ModelShape.from_config(Checkpoint.open(model).config)
@@ -148,6 +182,27 @@ def model_sizes(model: Path) -> Sizes:
 
 class _Completions(Client):
     """The completions endpoint of SGLang, with its extension that returns the experts of each token."""
+
+    def counted(self, sizes: Sizes) -> NDArray[np.int64]:
+        """[L, E]: how often each expert was chosen since the server's start (q38.sglang_ext.routes)."""
+        with self._errors(COUNTS) as where:
+            response = self._http.get(COUNTS)
+            if response.status_code == httpx.codes.NOT_FOUND:
+                raise InputError(
+                    "the server does not count its experts", where=where, remedy="start it with q38 serve"
+                )
+            result = _document(response, where).get("result")
+        try:
+            count = np.array(result["selections"] if isinstance(result, dict) else None, dtype=np.int64)
+        except (KeyError, TypeError, ValueError):
+            raise ServerError("the answer holds no counts", where=where) from None
+        if count.shape != (sizes.layers, sizes.experts) or count.min(initial=0) < 0:
+            raise InputError(
+                f"counts of {count.shape}, the model has {sizes.layers} x {sizes.experts} experts",
+                where=where,
+                remedy="give the checkpoint that the server serves",
+            )
+        return count
 
     def choices(self, served: str, prompt: list[int], generate: int, sizes: Sizes) -> NDArray[np.int64]:
         """Experts [steps, L, K] of the generated tokens that went through the model again."""

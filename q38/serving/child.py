@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import IO
 from q38.base import settings
 from q38.checkpoint.writer import writing
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 STOP_GRACE_S = 15.0  # the server gets this long to finish answers after SIGTERM
 
 
@@ -71,11 +73,15 @@ class Child:
         return self._process.poll()
 
     def log_text(self, limit: int = 2**16) -> str:
-        """What this run wrote to the log, at most the last `limit` bytes."""
+        """What this run wrote to the log, at most the last `limit` bytes; without the codes of colours."""
         with self.log.open("rb") as f:
             size = f.seek(0, os.SEEK_END)
             f.seek(max(self.log_start, size - limit))
-            return f.read().decode("utf-8", errors="replace")
+            return _COLOUR.sub("", f.read().decode("utf-8", errors="replace"))
+
+    def forget_log(self) -> None:
+        """Let `log_text` begin here: what was written before is of no interest any more."""
+        self.log_start = self.log.stat().st_size
 
     def wait(self, timeout_s: float) -> int | None:
         """Wait up to `timeout_s` for the end; the exit status, or None if it still runs."""

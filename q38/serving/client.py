@@ -95,6 +95,10 @@ class Client:
             raise InputError(
                 f"'{url}' is not an http address", where="--url", remedy="write http://HOST:PORT"
             )
+        try:
+            httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise InputError(str(error), where=self.url, remedy="write http://HOST:PORT") from None
         self.stall_s = stall_s
         self._http = httpx.Client(
             base_url=self.url,
@@ -244,8 +248,6 @@ class Client:
             ) from None
         except httpx.ReadTimeout:
             raise ServerError(f"nothing came for {self.stall_s:.0f} s", where=where) from None
-        except httpx.InvalidURL as error:
-            raise InputError(str(error), where=self.url, remedy="write http://HOST:PORT") from None
         except httpx.HTTPError as error:
             raise ServerError(
                 f"the connection broke ({error or type(error).__name__})", where=where

@@ -8,13 +8,17 @@ import signal
 _OURS = re.compile(r"^q38: (?P<message>.+)$")
 # The last line of a Python traceback: `module.SomeError: message`.
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*$")
-_TROUBLE = re.compile(r"error|fatal|out of memory|killed|abort|cannot|failed", re.IGNORECASE)
+_TROUBLE = re.compile(r"error|fatal|out of memory|killed|abort|cannot|failed|crashed", re.IGNORECASE)
+_REFUSED = "[http_server] Error"  # SGLang refused a request
+# SGLang when one of its processes ends; it then kills itself and the others.
+_CRASHED = re.compile(r"Subprocess (?P<name>\w+) \(pid=\d+\) crashed with exit code (?P<code>-?\d+)")
+_GIVING_UP = "SIGQUIT received"
 
 
-def telling_lines(log: str, *, most: int = 3) -> list[str]:
+def telling_lines(log: str, *, most: int = 3, or_last: bool = True) -> list[str]:
     """The lines of a log that say what went wrong: our own refusal, else exceptions, else what sounds like
-    trouble, else the last lines."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    trouble, else with `or_last` the last lines."""
+    lines = [line.strip() for line in log.splitlines() if line.strip() and _REFUSED not in line]
     ours = [match["message"] for line in lines if (match := _OURS.match(line))]
     if ours:
         return ours[-1:]
@@ -22,7 +26,20 @@ def telling_lines(log: str, *, most: int = 3) -> list[str]:
         found = [line for line in lines if pattern.search(line)]
         if found:
             return found[-most:]
-    return lines[-most:]
+    return lines[-most:] if or_last else []
+
+
+def describe_end(returncode: int, log: str) -> tuple[str, int]:
+    """Why a server that had started ended, in words, and the exit status that counts: that of the process that failed first."""
+    if returncode != -signal.SIGKILL:
+        return describe_exit(returncode), returncode
+    crashed = _CRASHED.search(log)
+    if crashed is not None:
+        code = int(crashed["code"])
+        return f"its process {crashed['name']}: {describe_exit(code)}", code
+    if _GIVING_UP in log:
+        return "it ended itself after a failure", 3 if "OutOfMemoryError" in log else 1
+    return describe_exit(returncode), returncode
 
 
 def describe_exit(returncode: int) -> str:

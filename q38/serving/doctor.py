@@ -13,6 +13,7 @@ from q38.base.errors import InputError, ResourceError
 from q38.base.units import GIB, format_bytes
 from q38.serving.machine import CUDA_REMEDY, Machine, probe
 from q38.serving.requirements import needs
+from q38.serving.toolkit import find_toolkit
 
 MIN_FREE_DISK = 10 * GIB  # below this even the tiny pipeline and its environment get tight
 
@@ -125,6 +126,20 @@ def _cuda(machine: Machine) -> list[Finding]:
     ]
 
 
+def _toolkit(_machine: Machine) -> list[Finding]:
+    """SGLang compiles some of its kernels for the model at hand when it starts."""
+    found = find_toolkit()
+    return [
+        Finding(
+            "nvcc and CUDA headers of one release",
+            str(found),
+            found.consistent,
+            "install both in one release (the pip packages nvidia-cuda-nvcc and nvidia-cuda-runtime, or a CUDA toolkit), "
+            "and let CUDA_HOME name it",
+        )
+    ]
+
+
 def _triton(machine: Machine) -> list[Finding]:
     found = machine.packages["triton"]
     return [Finding("triton", found or "absent", found is not None, "it comes with torch built for CUDA")]
@@ -219,7 +234,7 @@ VERBS: dict[str, tuple[Part, ...]] = {
     "build-placement": _SERVE,
     "patch-sglang": (*_CORE, _packages("sglang"), _extension),
     "serve": _SERVE,
-    "serve --engine sglang": (*_SGLANG, _host_memory, _fast_disk),
+    "serve --engine sglang": (*_SGLANG, _toolkit, _host_memory, _fast_disk),
     "verify": _SERVE,
     "bench": _CORE,
     "oracle": _SERVE,

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,8 +22,8 @@ from q38.base.errors import InputError, Q38Error, ResourceError
 from q38.base.progress import SILENT, Progress, Task
 from q38.serving.child import Child
 from q38.serving.client import Client
-from q38.serving.diagnosis import describe_exit, telling_lines
-from q38.serving.engines import Engine, ServeOptions
+from q38.serving.diagnosis import describe_end, telling_lines
+from q38.serving.engines import Launch, ServeOptions
 from q38.serving.preflight import preflight
 from q38.serving.records import Record, default_log, remove_record, write_record
 from q38.serving.sglang_settings import SglangSettings
@@ -95,9 +95,16 @@ def serve(
     Raises:
         as `running_server`; also Q38Error when a ready server dies.
     """
+    return foreground(_started(options, progress), on_ready)
+
+
+def foreground(
+    started: AbstractContextManager[tuple[Server, Child]], on_ready: Callable[[Server], None]
+) -> int:
+    """Watch what `started` starts until it ends or is told to; see `serve`."""
     with _termination():
         try:
-            with _started(options, progress) as (server, child):
+            with started as (server, child):
                 on_ready(server)
                 while (code := child.returncode()) is None:
                     child.wait(_POLL_S)
@@ -128,7 +135,27 @@ def dry_run(options: ServeOptions) -> dict[str, Any]:
 @contextmanager
 def _started(options: ServeOptions, progress: Progress) -> Iterator[tuple[Server, Child]]:
     options, engine = preflight(options)
-    launch = engine.launch(options)
+    with started_child(options, engine.name, engine.launch(options), progress) as started:
+        yield started
+
+
+@contextmanager
+def started_child(
+    options: ServeOptions,
+    engine: str,
+    launch: Launch,
+    progress: Progress,
+    *,
+    listens: Callable[[Client], bool] = Client.healthy,
+) -> Iterator[tuple[Server, Child]]:
+    """A process that serves, for the length of a `with` block, once a token came through it.
+
+    Args:
+        listens: whether it can be asked for that token.
+
+    Raises:
+        as `running_server`, less what `preflight` refuses.
+    """
     for line in launch.plan:
         progress.say(line)
     begun = time.monotonic()
@@ -138,13 +165,14 @@ def _started(options: ServeOptions, progress: Progress) -> Iterator[tuple[Server
     threading.Thread(target=read_ahead, args=(launch.read_ahead,), daemon=True).start()
     try:
         write_record(record)
-        with progress.task(f"starting engine {engine.name}", None, "s") as task:
-            _wait_until_it_answers(options, child, begun + options.start_timeout_s, task)
+        with progress.task(f"starting engine {engine}", None, "s") as task:
+            _wait_until_it_answers(options, child, begun + options.start_timeout_s, task, listens)
         load_s = time.monotonic() - begun
         ready = Record(**{**asdict(record), "state": "ready"})
         write_record(ready)
         record = ready
-        yield Server(options.url, engine.name, options.served_name, child.pid, child.log, load_s), child
+        child.forget_log()  # a failed attempt on the way to readiness explains no later death
+        yield Server(options.url, engine, options.served_name, child.pid, child.log, load_s), child
     finally:
         try:
             child.stop()
@@ -164,10 +192,12 @@ def read_ahead(parts: Iterable[tuple[Path, int, int]]) -> None:
                 os.close(fd)
 
 
-def _wait_until_it_answers(options: ServeOptions, child: Child, deadline: float, task: Task) -> None:
+def _wait_until_it_answers(
+    options: ServeOptions, child: Child, deadline: float, task: Task, listens: Callable[[Client], bool]
+) -> None:
     """Until one token was generated through the HTTP API; a listening port proves nothing."""
     with Client(options.url, api_key=options.api_key or "none") as client:
-        _wait(options, child, deadline, task, "to listen", client.healthy)
+        _wait(options, child, deadline, task, "to listen", lambda: listens(client))
         failure: list[Q38Error] = []
         answered = threading.Event()
 
@@ -206,17 +236,19 @@ def _last_line(child: Child) -> str:
 
 def _death(child: Child, code: int, what: str) -> Q38Error:
     """The error for a dead child, of the class (exit code) that the child ended with."""
+    why, code = describe_end(code, child.log_text())
     kind = {2: InputError, 3: ResourceError, -signal.SIGKILL: ResourceError}.get(code, Q38Error)
-    return _failed(child, f"{what} ({describe_exit(code)})", kind)
+    # Killed from outside, it had nothing to say; its last lines would only tell what it was doing.
+    return _failed(child, f"{what} ({why})", kind, or_last=code >= 0)
 
 
-def _failed(child: Child, what: str, kind: type[Q38Error] = Q38Error) -> Q38Error:
-    lines = telling_lines(child.log_text())
+def _failed(child: Child, what: str, kind: type[Q38Error] = Q38Error, *, or_last: bool = True) -> Q38Error:
+    lines = telling_lines(child.log_text(), or_last=or_last)
     told = f": {' | '.join(lines)}" if lines else ""
     return kind(f"{what}{told}".rstrip("."), remedy=f"read {child.log}")
 
 
-def _record(options: ServeOptions, engine: Engine, child: Child) -> Record:
+def _record(options: ServeOptions, engine: str, child: Child) -> Record:
     with contextlib.suppress(psutil.NoSuchProcess):
         started = psutil.Process(child.pid).create_time()
         return Record(
@@ -225,7 +257,7 @@ def _record(options: ServeOptions, engine: Engine, child: Child) -> Record:
             started=started,
             state="starting",
             url=options.url,
-            engine=engine.name,
+            engine=engine,
             model=options.served_name,
             directory=str(options.model.resolve()),
             log=str(child.log),

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from q38.base.errors import InputError
+from q38.base.units import format_bytes
 from q38.checkpoint.index import Checkpoint
+from q38.ple.fetch import obstacle
 from q38.serving.kv_choice import choose_kv
 from q38.serving.machine import CUDA_REMEDY, has_cuda_gpu
 from q38.serving.records import control_socket
 from q38.serving.requirements import lacking
+from q38.serving.scope import scoped
 from q38.serving.sglang_plan import ServePlan, make_plan
 from q38.serving.sglang_settings import Resolved, command, environment, refuse_conflicts, resolve
 
@@ -56,9 +60,12 @@ def launch(options: ServeOptions) -> Launch:
     refuse_conflicts(settings, engine="sglang", device=settings.device or "cuda")
     checkpoint = Checkpoint.open(options.model)
     resolved = resolve(settings, checkpoint.config, where=str(options.model / "config.json"))
+    if settings.overlap is None and options.ple is not None and obstacle(options.ple) is not None:
+        resolved = replace(resolved, overlap=False)
     if settings.profile is not None and not settings.profile.is_file():
         raise InputError("no such file", where=settings.profile, remedy="make it with q38 build-placement")
     resolved, plan = choose_kv(resolved, lambda chosen: make_plan(checkpoint, settings, chosen, options.ple))
+    resolved = replace(resolved, chunk=plan.chunk)
     control = control_socket(options.port).resolve()
     if len(str(control)) > _SOCKET_NAME:
         raise InputError(
@@ -74,22 +81,27 @@ def launch(options: ServeOptions) -> Launch:
         fewest_device_rows=plan.fewest_device_rows,
         reserve=plan.reserve,
         spare=plan.spare,
+        staging=plan.staging,
         control=str(control),
         kv=resolved.stored_kv,
         kv_ring=min(resolved.kv_ring, resolved.context),
         kv_lazy=plan.kv_lazy,
         kv_headroom=plan.kv_headroom,
+        kv_limit=settings.kv_limit,
         kv_zeroed=bool(settings.kv_zeroed),
+        int8_mixes=bool(settings.int8_mixes),
     )
+    arguments = _arguments(options, resolved, checkpoint, plan.static)
+    words, lines = [sys.executable, "-m", "q38.serving.sglang_server", *arguments], plan.lines()
+    # The plan of a GPU shares out all host memory that the server may use.
+    limit = sum(plan.host.values())
+    if resolved.device != "cpu" and (inside := scoped(words, limit)) is not None:
+        words = inside
+        lines.append(f"host memory: {format_bytes(limit)} at most, by a systemd scope")
     return Launch(
-        [
-            sys.executable,
-            "-m",
-            "q38.serving.sglang_server",
-            *_arguments(options, resolved, checkpoint, plan.static),
-        ],
+        words,
         environment(resolved, extension.to_json()),
-        plan.lines(),
+        lines,
         plan.to_dict(),
         _read_ahead(checkpoint, plan),
     )

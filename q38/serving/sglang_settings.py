@@ -25,8 +25,8 @@ KV_FORMATS = {
 }
 KV_AUTO = "auto"
 # Slots of GDN states, in the words of SGLang 0.5.23: a running request takes 3 and one that follows it for the
-# cache; what is beyond keeps the states of finished conversations.
-_STATES_PER_REQUEST = 4
+# cache, two where steps overlap; what is beyond keeps the states of finished conversations.
+_STATES_PER_REQUEST, _STATES_PER_OVERLAPPED = 4, 5
 _KEPT_STATES = 4
 _PAGE = 64
 
@@ -47,8 +47,11 @@ class SglangSettings:
     prefix_cache: keep the KV cache of finished requests for prompts that begin alike.
     resident: experts of each layer that start in GPU memory; as many as fit by default.
     return_routes: answers can name the experts that each token chose (for q38 build-placement --server).
+    overlap: schedule a decode step while the one before runs; where the n-gram rows allow it by default.
+    int8_mixes: round the matrices of the hyper-connections to INT8 while loading.
     tp: GPUs that share the model; 1, since expert rows are addresses of one.
     kv_zeroed: write zeros into a quantized cache: the control of `q38 oracle kv`, and no option of `q38 serve`.
+    kv_limit: the most bytes behind a quantized cache, for tests of what happens without memory; likewise no option.
     """
 
     device: str | None = None
@@ -62,9 +65,12 @@ class SglangSettings:
     prefix_cache: bool | None = None
     kv_ring: int | None = None
     kv_zeroed: bool | None = None
+    kv_limit: int | None = None
     resident: int | None = None
     return_routes: bool | None = None
     tp: int | None = None
+    overlap: bool | None = None
+    int8_mixes: bool | None = None
 
     @property
     def given(self) -> list[str]:
@@ -89,6 +95,7 @@ class Resolved:
     prefix_cache: bool
     kv_ring: int = RING_SLOTS
     return_routes: bool = False
+    overlap: bool = True
 
     @property
     def stored_kv(self) -> str | None:
@@ -99,7 +106,8 @@ class Resolved:
     @property
     def states(self) -> int:
         """Slots of GDN states."""
-        return self.requests * _STATES_PER_REQUEST + _KEPT_STATES if self.prefix_cache else self.requests
+        each = _STATES_PER_OVERLAPPED if self.overlap else _STATES_PER_REQUEST
+        return self.requests * each + _KEPT_STATES if self.prefix_cache else self.requests
 
 
 def refuse_conflicts(settings: SglangSettings, *, engine: str, device: str) -> None:
@@ -184,6 +192,7 @@ def resolve(settings: SglangSettings, config: Mapping[str, Any], *, where: str) 
         prefix_cache=bool(settings.prefix_cache),
         kv_ring=settings.kv_ring or RING_SLOTS,
         return_routes=bool(settings.return_routes),
+        overlap=settings.overlap is not False,
     )
 
 
@@ -212,8 +221,9 @@ def command(
         "--reasoning-parser": "qwen3",
         "--tool-call-parser": "qwen3_coder",
     }
-    # The host must know a step's tokens before the step: rows of the n-gram table are read by them.
-    flags = ["--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle"]
+    flags = ["--skip-server-warmup", "--sleep-on-idle", "--enable-metrics"]
+    if not resolved.overlap:
+        flags.append("--disable-overlap-schedule")
     if resolved.return_routes:
         flags.append("--enable-return-routed-experts")
     if not language_model_only:

@@ -16,6 +16,21 @@ def die_with_parent(fd: int = 0) -> None:
     threading.Thread(target=_wait, args=(fd,), name="parent-watchdog", daemon=True).start()
 
 
+def die_with_parent_by_process(fd: int = 0) -> None:
+    """The same from a process of its own, for a program that holds Python's lock as long as it runs.
+
+    Call before any thread is started.
+    """
+    leader = os.getpid()
+    if os.fork():
+        return
+    while os.read(fd, 4096):
+        pass
+    if os.getpgrp() == leader:
+        os.killpg(leader, signal.SIGKILL)
+    os.kill(leader, signal.SIGKILL)
+
+
 def _wait(fd: int) -> None:
     while os.read(fd, 4096):
         pass

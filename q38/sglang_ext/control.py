@@ -88,8 +88,10 @@ def _act(rows: ExpertRows, request: dict[str, Any]) -> Any:
     name = request.get("action")
     if name == "status":
         return None
+    if name == "routing":
+        return rows.routing()
     if name not in _ACTIONS:
-        known = ", ".join(("status", *_ACTIONS))
+        known = ", ".join(("status", "routing", *_ACTIONS))
         raise InputError(f"unknown action {name!r}", where="control", remedy=f"known: {known}")
     key, kind, act = _ACTIONS[name]
     value = request.get(key)

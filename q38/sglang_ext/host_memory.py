@@ -86,6 +86,8 @@ class HostMemory:
 
     def record(self, event: int, stream: int) -> None: ...
 
+    def stream_wait(self, stream: int, event: int) -> None: ...
+
     def done(self, event: int) -> bool:
         """Always: copies are done when `copy` returns."""
         return True

@@ -27,13 +27,16 @@ class ExtensionOptions:
     fewest_device_rows: the fewest there will ever be; the pinned pool holds the rest. None: as `device_rows`.
     reserve: bytes of device memory that rows leave free (KV cache, graphs, working memory).
     spare: row slots kept free on both sides, so that rows can be exchanged.
+    staging: row slots in device memory that prompt steps copy their host rows to; 0: they read them in place.
     dense: how packed projections are computed, one of `DENSE`; on a CPU always "unpacked".
     control: Unix socket on which the process with the model takes changes of the rows; None: it takes none.
     kv: format of q38's own KV cache (q38.kvcache.layout); None: SGLang's cache, by its --kv-cache-dtype.
     kv_ring: slots that int8ring_int4 keeps in INT8.
     kv_lazy: map the cache's memory as pages are handed out; else all of it at the start.
     kv_headroom: bytes of device memory that mapping leaves free, for the working memory of a step.
+    kv_limit: the most bytes to map for it; None: as many as there are.
     kv_zeroed: write zeros instead of keys and values: the control of `q38 oracle kv`.
+    int8_mixes: round the matrices of the hyper-connections to INT8 as they are loaded.
     """
 
     model: str
@@ -43,13 +46,16 @@ class ExtensionOptions:
     fewest_device_rows: int | None = None
     reserve: int = 0
     spare: int = 16
+    staging: int = 0
     dense: str = "int8"
     control: str | None = None
     kv: str | None = None
     kv_ring: int = RING_SLOTS
     kv_lazy: bool = True
     kv_headroom: int = 0
+    kv_limit: int | None = None
     kv_zeroed: bool = False
+    int8_mixes: bool = False
 
     def to_json(self) -> str:
         """The value of the environment variable."""

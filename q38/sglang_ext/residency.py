@@ -24,6 +24,7 @@ from q38.sglang_ext.control import ControlServer
 from q38.sglang_ext.gate import Gate
 from q38.sglang_ext.host_memory import HostMemory
 from q38.sglang_ext.options import ExtensionOptions
+from q38.sglang_ext.staging import open_staging
 from q38.sglang_ext.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class ExpertRows:
         cache: grows, shrinks and refills the rows in device memory.
         loaded: how loading went.
         traffic: which rows were read.
+        staging: copies host rows ahead of prompt steps; None where they are read in place.
         others: further parts of the status, by name: n-gram rows, KV cache.
     """
 
@@ -56,9 +58,8 @@ class ExpertRows:
 
         shape = ModelShape.from_config(checkpoint.config)
         self.layout = expert_layout(checkpoint)
-        self.scale_dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[
-            plan_reads(checkpoint, self.layout).scale_dtype
-        ]
+        plan = plan_reads(checkpoint, self.layout)  # refuses before anything is allocated
+        self.scale_dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[plan.scale_dtype]
         driver, stream = _driver(device)
         heat = _heat(options, shape.num_layers, shape.num_experts)
         count = _rows_on_device(options, driver, self.layout.row_bytes, heat.size)
@@ -73,11 +74,12 @@ class ExpertRows:
             scratch=heat.size * ENTRY,
             keep=_KEEP,
         )
-        self.loaded: LoadReport = load_rows(checkpoint, self.layout, self.cache.store)
+        self.loaded: LoadReport = load_rows(checkpoint, self.layout, self.cache.store, plan=plan)
         self.gate = Gate()
         self.others: dict[str, Callable[[], dict[str, Any]]] = {}
         self._device, self._top_k = device, shape.num_experts_per_tok
         self.traffic = Traffic(self.cache, self.layout.row_bytes, device)
+        self.staging = open_staging(self.cache, self.layout, options.staging, self._top_k, device)
         self._table = self.cache.store.table.tensor()  # int64 [layers, experts]
         logger.info(
             "q38: %d expert rows of %s, %d in device memory, %s pinned, read at %.2f GB/s",
@@ -92,12 +94,12 @@ class ExpertRows:
         """int64 [experts]: addresses of a layer's rows. The tensor stays; its content follows every move."""
         return self._table[layer]
 
-    def follow_stream(self) -> None:
-        """Move rows against the stream that the model runs on now; SGLang chooses it after loading."""
+    def follow_stream(self, stream: torch.cuda.Stream | None) -> None:
+        """Move rows against the stream that the model runs on, None for the current one; SGLang chooses it after loading."""
         if self._device.type == "cuda":
             import torch
 
-            self.cache.store.stream = torch.cuda.current_stream(self._device).cuda_stream
+            self.cache.store.stream = (stream or torch.cuda.current_stream(self._device)).cuda_stream
 
     def place_by(self, file: Path) -> None:
         """Hold the hottest rows of another routing profile in device memory, as many as now.
@@ -110,6 +112,15 @@ class ExpertRows:
         count = int(self.cache.resident.sum())
         self.cache.set_heat(heat)
         self.cache.set_resident(hottest_overall(heat, count))
+
+    def routing(self) -> dict[str, Any]:
+        """How often each expert was chosen since the start: {"selections": [layers][experts], "tokens": int}."""
+        self.traffic.collect()
+        counts = self.traffic.counts
+        return {
+            "selections": counts.tolist(),
+            "tokens": int(counts.sum()) // (self.cache.layers * self._top_k),
+        }
 
     def status(self) -> dict[str, Any]:
         """Counts and bytes, for the control interface. Call between steps: it waits for the device."""

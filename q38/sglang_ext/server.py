@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> None:
     if options is not None and options.control is not None:
         from sglang.srt.entrypoints.http_server import app
 
-        add_routes(app, Path(options.control))
+        add_routes(app, Path(options.control), key=server_args.api_key)
     try:
         run_server(server_args)
     finally:

@@ -21,7 +21,7 @@ def _tree(*roots: Path) -> dict[Path, tuple[int, int]]:
 
 DRY = [
     "synth tiny", "synth sparse", "split-ple", "quantize", "requant-int8", "build-placement", "oracle save", "run", "serve", "bench serve",
-    "tune-triton", "release build", "synth full", "oracle kv",
+    "tune-triton", "release build", "synth full", "oracle kv", "serve fleet",
 ]  # fmt: skip
 
 
@@ -46,6 +46,7 @@ def test_a_dry_run_writes_nothing_and_its_json_parses(
         "oracle save": [tiny_quantized, "-o", out, "--ple", tiny_ple],
         "run": [FAST, "--workdir", out, "--source", tiny_source],
         "serve": [tiny_quantized, "--ple", tiny_ple, "--port", "0"],
+        "serve fleet": ["--server", "http://127.0.0.1:9", "--port", "0"],
         "bench serve": ["--contexts", "32", "-o", out],
         "tune-triton": [tiny_source, "-o", out],
         "synth full": [out],

@@ -84,6 +84,8 @@ def test_the_plan_is_part_of_a_dry_run(
     options = ["--port", 0, "--engine", "sglang", "--device", "cpu", "--dry-run", "--json"]
     document = json.loads(q38("serve", tiny_packed, "--ple", tiny_ple, *options).out)
     assert document["plan"]["host"]["expert rows"] > 0
+    assert "--disable-overlap-schedule" not in document["command"]
+    document = json.loads(q38("serve", tiny_packed, "--ple", tiny_ple, "--no-overlap", *options).out)
     assert "--disable-overlap-schedule" in document["command"]
 
 

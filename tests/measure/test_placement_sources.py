@@ -18,7 +18,7 @@ import torch
 
 from q38.base.errors import InputError, Q38Error, ResourceError
 from q38.cli.app import main
-from q38.measure.placement_sources import import_placement, model_sizes, record_server
+from q38.measure.placement_sources import COUNTS, count_server, import_placement, model_sizes, record_server
 from q38.residency.imported import Sizes
 from q38.residency.profile import load
 from q38.residency.trace import Trace, read_trace, write_trace
@@ -39,7 +39,9 @@ def random_ids(sizes: Sizes, tokens: int, seed: int) -> Any:
 
 
 @contextmanager
-def completions(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def completions(
+    answer: Answer, pages: dict[str, tuple[int, Any]] | None = None
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A server with SGLang's completions endpoint: its address, and the requests it got."""
     requests: list[dict[str, Any]] = []
 
@@ -47,7 +49,8 @@ def completions(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         def log_message(self, *args: object) -> None: ...
 
         def do_GET(self) -> None:
-            self._send(200, {"data": [{"id": "served"}]})
+            models = {"/v1/models": (200, {"data": [{"id": "served"}]})}
+            self._send(*{**models, **(pages or {})}.get(self.path, (404, {"detail": "Not Found"})))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -128,6 +131,60 @@ def test_a_server_that_is_not_there_is_a_missing_resource(packed: Path, tmp_path
         record_server(packed, tmp_path / "p", "http://127.0.0.1:9", tokens=TOKENS, seqlen=SEQLEN)
 
 
+def counted(sizes: Sizes, tokens: int) -> Any:
+    """[L, E]: what a server has counted over so many tokens."""
+    ids = random_ids(sizes, tokens, 5)
+    return np.stack(
+        [np.bincount(ids[:, layer].ravel(), minlength=sizes.experts) for layer in range(sizes.layers)]
+    )
+
+
+def test_the_counts_of_a_running_server_make_a_profile(packed: Path, sizes: Sizes, tmp_path: Path) -> None:
+    out, count = tmp_path / "p.safetensors", counted(sizes, 600)
+    document = {"result": {"selections": count.tolist(), "tokens": 600}, "status": {}}
+    with completions(routed(sizes), {COUNTS: (200, document)}) as (url, requests):
+        assert count_server(packed, out, url, dry_run=True)["tokens"] == 600 and not out.exists()
+        report = count_server(packed, out, url)
+        assert count_server(packed, out, url)["up_to_date"]
+    assert requests == [] and report["tokens"] == 600
+    profile = load(out)
+    assert np.array_equal(profile.count, count) and np.array_equal(profile.mass * sizes.top_k, count)
+    more = {"result": {"selections": (count * 2).tolist()}}
+    with completions(routed(sizes), {COUNTS: (200, more)}) as (url, _):
+        with pytest.raises(InputError, match="another counted"):
+            count_server(packed, out, url)
+        assert count_server(packed, out, url, fresh=True)["tokens"] == 1200
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "message"),
+    [
+        ((404, {}), InputError, "does not count its experts"),
+        ((200, {"result": None}), ServerError, "no counts"),
+        ((200, {"result": {"selections": "x"}}), ServerError, "no counts"),
+        ((200, {"result": {"selections": [[1, 2]]}}), InputError, r"counts of \(1, 2\)"),
+        ((503, {"error": "x"}), ServerError, "503"),
+    ],
+)
+def test_counts_that_are_none_are_refused(
+    packed: Path, sizes: Sizes, tmp_path: Path, answer: tuple[int, Any], kind: type[Q38Error], message: str
+) -> None:
+    with completions(routed(sizes), {COUNTS: answer}) as (url, _), pytest.raises(kind, match=message):
+        count_server(packed, tmp_path / "p", url)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_has_served_too_little_makes_no_profile(
+    packed: Path, sizes: Sizes, tmp_path: Path
+) -> None:
+    document = {"result": {"selections": counted(sizes, 100).tolist()}}
+    with (
+        completions(routed(sizes), {COUNTS: (200, document)}) as (url, _),
+        pytest.raises(InputError, match="100 tokens"),
+    ):
+        count_server(packed, tmp_path / "p", url)
+
+
 def test_files_make_the_profile_of_their_tokens(packed: Path, sizes: Sizes, tmp_path: Path) -> None:
     trace = Trace(random_ids(sizes, 600, 1).astype(np.int64), None, sizes.experts)
     write_trace(tmp_path / "t.safetensors", trace)
@@ -185,9 +242,23 @@ class TestCommand:
             assert self.run(monkeypatch, packed, "-o", tmp_path / "q", *options) == 0
         assert load(tmp_path / "q").tokens == TOKENS
 
+    def test_what_a_server_counted_from_the_command_line(
+        self, packed: Path, sizes: Sizes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        document = {"result": {"selections": counted(sizes, 600).tolist()}}
+        with completions(routed(sizes), {COUNTS: (200, document)}) as (url, requests):
+            assert self.run(monkeypatch, packed, "-o", tmp_path / "p", "--server", url, "--counted") == 0
+        assert load(tmp_path / "p").tokens == 600 and requests == []
+
     @pytest.mark.parametrize(
         "options",
-        [("--from", "a", "--server", "http://b"), ("--weights", "1"), ("--from", "a", "--trace", "t")],
+        [
+            ("--from", "a", "--server", "http://b"),
+            ("--weights", "1"),
+            ("--from", "a", "--trace", "t"),
+            ("--counted",),
+            ("--server", "http://b", "--counted", "--trace", "t"),
+        ],
     )
     def test_sources_exclude_each_other(
         self, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]

@@ -29,6 +29,7 @@ class FakeServer:
         )
         self.keys: list[str | None] = []
         self.pages: dict[str, Callable[[], str]] = {}
+        self.encoding = "utf-8"  # of what `script` sends
 
 
 @contextmanager
@@ -57,7 +58,7 @@ def fake_server() -> Iterator[FakeServer]:
                 if step == DROP:
                     return
                 if isinstance(step, str):
-                    self.wfile.write(step.encode())
+                    self.wfile.write(step.encode(server.encoding))
                     self.wfile.flush()
                 else:
                     time.sleep(step)

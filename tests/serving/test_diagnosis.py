@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from q38.serving.diagnosis import describe_exit, telling_lines
+from q38.serving.diagnosis import describe_end, describe_exit, telling_lines
 
 TRACEBACK = """INFO: loading
 Traceback (most recent call last):
@@ -22,8 +22,9 @@ torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB
         ("a\nld: cannot find -lcuda\nb\n", ["ld: cannot find -lcuda"]),
         ("one\ntwo\n\nthree\nfour\n", ["two", "three", "four"]),
         ("", []),
+        ("a\n[..] [http_server] Error: The input is longer\n", ["a"]),
     ],
-    ids=["traceback", "ours", "sounds like trouble", "nothing", "empty"],
+    ids=["traceback", "ours", "sounds like trouble", "nothing", "empty", "a refused request"],
 )
 def test_the_telling_lines_are_found(log: str, lines: list[str]) -> None:
     assert telling_lines(log) == lines
@@ -40,3 +41,28 @@ def test_the_telling_lines_are_found(log: str, lines: list[str]) -> None:
 )
 def test_an_exit_status_is_put_in_words(code: int, words: str) -> None:
     assert words in describe_exit(code)
+
+
+def test_a_log_without_trouble_may_tell_nothing() -> None:
+    assert telling_lines("one\ntwo\n", or_last=False) == []
+    assert telling_lines("one\nerror: two\n", or_last=False) == ["error: two"]
+
+
+CRASHED = "[..] Subprocess scheduler_0 (pid=7) crashed with exit code {}. Triggering SIGQUIT for cleanup...\nSIGQUIT received.\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "words", "counts"),
+    [
+        (-9, "", "killed by SIGKILL, as the kernel does", -9),
+        (-9, CRASHED.format(-9), "scheduler_0: killed by SIGKILL, as the kernel does", -9),
+        (-9, CRASHED.format(2), "scheduler_0: exit code 2", 2),
+        (-9, "ValueError: x\nSIGQUIT received.\n", "it ended itself after a failure", 1),
+        (-9, TRACEBACK + "SIGQUIT received.\n", "it ended itself after a failure", 3),
+        (5, CRASHED.format(2), "exit code 5", 5),
+    ],
+)
+def test_the_process_that_failed_first_is_named(code: int, log: str, words: str, counts: int) -> None:
+    told, counted = describe_end(code, log)
+    assert words in told
+    assert counted == counts

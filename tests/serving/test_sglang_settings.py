@@ -70,6 +70,11 @@ def test_nothing_is_less_than_one(name: str, value: int) -> None:
     assert "not positive" in conflict(**{name: value})
 
 
+def test_fewer_experts_on_the_gpu_than_none() -> None:
+    assert "-1 is negative" in conflict(resident=-1)
+    refuse_conflicts(SglangSettings(resident=0), engine="sglang", device="cuda")
+
+
 def test_several_gpus_are_refused_with_the_reason() -> None:
     assert "the memory of one GPU" in conflict(tp=2)
     refuse_conflicts(SglangSettings(tp=1), engine="sglang", device="cuda")

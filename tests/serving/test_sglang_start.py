@@ -74,13 +74,25 @@ def test_routes_are_returned_on_request_only(tiny_packed: Path, tiny_ple: Path) 
 
 
 @pytest.mark.usefixtures("machine")
+def test_steps_overlap_where_they_can_fetch_their_ngram_rows(
+    tiny_packed: Path, tiny_ple: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = "--disable-overlap-schedule"
+    assert flag not in started(tiny_packed, tiny_ple).command
+    assert flag in started(tiny_packed, tiny_ple, overlap=False).command
+    monkeypatch.setattr(sglang_engine, "obstacle", lambda directory: f"{directory} has one")
+    assert flag in started(tiny_packed, tiny_ple).command
+    assert flag not in started(tiny_packed, tiny_ple, overlap=True).command  # the start then says why not
+
+
+@pytest.mark.usefixtures("machine")
 def test_the_tensors_of_sglangs_own_loader_are_read_ahead(tiny_packed: Path, tiny_ple: Path) -> None:
     parts = started(tiny_packed, tiny_ple).read_ahead
     tensors = {(t.file, t.begin, t.end): t.name for t in Checkpoint.open(tiny_packed).tensors.values()}
     names = {tensors[part] for part in parts}
     assert "model.language_model.embed_tokens.weight" in names
     assert names and not any(".experts." in name for name in names)
-    full_host = sglang_plan.ServePlan({}, {"left": MIB}, {}, 64, 48, 48, 16, 0)
+    full_host = sglang_plan.ServePlan({}, {"left": MIB}, {}, 64, 48, 48, 16, 0, chunk=2048)
     assert sglang_engine._read_ahead(Checkpoint.open(tiny_packed), full_host) == []
 
 

@@ -60,10 +60,17 @@ def test_another_profile_changes_which_rows_not_how_many(
     assert np.flatnonzero(rows.cache.resident).tolist() == list(range(32, 64))
 
 
+def test_the_routing_so_far_is_told(socket: Path, rows: ExpertRows) -> None:
+    rows.traffic.add("decode", 1, torch.tensor([[3, 5], [3, 0]], dtype=torch.int32))
+    told = ask(socket, {"action": "routing"})["result"]
+    assert np.argwhere(told["selections"]).tolist() == [[1, 0], [1, 3], [1, 5]]
+    assert told["selections"][1][3] == 2
+
+
 @pytest.mark.parametrize(
     ("request_", "said", "code"),
     [
-        ({"action": "explode"}, "known: status, grow", 2),
+        ({"action": "explode"}, "known: status, routing, grow", 2),
         ({}, "unknown action", 2),
         ({"action": "grow"}, "needs rows", 2),
         ({"action": "grow", "rows": -1}, "needs rows", 2),

@@ -120,8 +120,10 @@ def test_log_probabilities_agree_with_transformers(
     assert apart <= 2 * noise
 
 
-@pytest.mark.parametrize(("ending", "part"), [("down_proj", ".experts."), ("value_proj", ".ple.")])
-def test_the_agreement_would_show_wrong_experts_and_wrong_ngram_rows(
+@pytest.mark.parametrize(
+    ("ending", "part"), [("down_proj", ".experts."), ("value_proj", ".ple."), ("conv1d", ".linear_attn.")]
+)
+def test_the_agreement_would_show_wrong_experts_ngram_rows_and_convolutions(
     texts: list[list[int]], exact_model: Any, ending: str, part: str
 ) -> None:
     exact = score(exact_model, texts[1:])
@@ -223,12 +225,44 @@ def test_metrics_are_behind_the_key_and_count_what_was_served(
     before = read()
     generate(sglang_server, texts[2], max_new_tokens=4)
     after = read()
-    grown = {name: after[name] - before[name] for name in after}
+    grown = {name: after[name] - before.get(name, 0) for name in after}
     assert grown['q38_tokens_total{phase="prefill"}'] == len(texts[2])
     assert grown['q38_tokens_total{phase="decode"}'] == 3  # the first comes from the prompt's step
     assert grown["q38_ngram_rows_total"] == 16 * (len(texts[2]) + 3)
     assert after['q38_expert_hit_rate{phase="decode"}'] == 1.0
     assert after["q38_kv_tokens_max"] >= after["q38_kv_tokens"] >= 0
+
+
+def test_sglang_and_the_extension_tell_their_figures_on_one_page(
+    sglang_server: Server, texts: list[list[int]]
+) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    url = f"{sglang_server.url}/metrics"
+    for path in ("", "/", "/more"):  # SGLang lets them all pass without the key
+        assert httpx.get(url + path, follow_redirects=True).status_code == 401
+
+    def read() -> dict[str, float]:
+        families = list(text_string_to_metric_families(httpx.get(url, headers=KEY).text))
+        names = [family.name for family in families]
+        assert len(names) == len(set(names))
+        return {s.name: s.value for f in families for s in f.samples if s.labels.get("phase") != "prefill"}
+
+    before = read()
+    generate(sglang_server, texts[2], max_new_tokens=4)
+    after = read()
+    assert after["sglang:prompt_tokens_total"] - before.get("sglang:prompt_tokens_total", 0) == len(texts[2])
+    assert after["q38_tokens_total"] - before["q38_tokens_total"] == 3
+
+
+def test_the_routing_so_far_grows_with_every_token(sglang_server: Server, texts: list[list[int]]) -> None:
+    url = f"{sglang_server.url}/q38/routing"
+    assert httpx.get(url).status_code == 401
+    before = httpx.get(url, headers=KEY).json()["result"]
+    generate(sglang_server, texts[2], max_new_tokens=4)
+    after = httpx.get(url, headers=KEY).json()["result"]
+    assert after["tokens"] - before["tokens"] == len(texts[2]) + 3
+    assert [len(layer) for layer in after["selections"]] == [16] * 4
 
 
 def test_the_log_says_how_many_rows_lie_where(sglang_server: Server) -> None:

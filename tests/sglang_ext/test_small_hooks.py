@@ -115,30 +115,31 @@ def test_the_fused_decode_path_gets_what_its_cache_can_hold(stored: torch.dtype,
     assert fp8_clamp.fused_kv_attention(original, backend, None, None, None, layer) == "attended"
 
 
-def test_overlapped_steps_are_refused_once_rows_are_loaded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("overlap", "stream"), [(False, None), (True, "forward")])
+def test_rows_move_against_the_stream_that_steps_are_enqueued_on(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool, stream: str | None
 ) -> None:
-    stepped = []
+    """With overlap scheduling that is not the current one."""
+    happened: list[Any] = []
 
     def original(_self: Any, *args: Any) -> str:
-        stepped.append(args)
+        happened.append(args)
         return "done"
 
-    overlapped = SimpleNamespace(enable_overlap=True)
-    monkeypatch.setattr(residency, "_rows", None)
-    assert steps.run_batch(original, overlapped, "batch") == "done"  # another model: not q38's business
-    others: dict[str, Any] = {}
-    stored = SimpleNamespace(gate=Gate(), others=others, follow_stream=lambda: stepped.append("stream"))
-    monkeypatch.setattr(residency, "_rows", stored)
-    with pytest.raises(SystemExit):
-        steps.run_batch(original, overlapped, "batch")
-    assert "--disable-overlap-schedule" in capsys.readouterr().err
     allocator = SimpleNamespace(available_size=lambda: 60)
     scheduler = SimpleNamespace(
-        enable_overlap=False, max_total_num_tokens=64, token_to_kv_pool_allocator=allocator
+        enable_overlap=overlap,
+        forward_stream="forward",
+        max_total_num_tokens=64,
+        token_to_kv_pool_allocator=allocator,
     )
+    monkeypatch.setattr(residency, "_rows", None)
+    assert steps.run_batch(original, scheduler, "batch") == "done"  # another model: not q38's business
+    others: dict[str, Any] = {}
+    stored = SimpleNamespace(gate=Gate(), others=others, follow_stream=happened.append, staging=None)
+    monkeypatch.setattr(residency, "_rows", stored)
     assert steps.run_batch(original, scheduler, "batch") == "done"
-    assert stepped == [("batch",), "stream", ("batch",)]
+    assert happened == [("batch",), stream, ("batch",)]
     assert others["kv"]() == {"used": 4, "total": 64}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from torch.profiler import ProfilerActivity
 
 
 class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
@@ -26,3 +27,9 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def support_mamba_cache_extra_buffer(self) -> bool:
         return True  # the references keep the states that the prefix cache snapshots
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> ProfilerActivity:
+        return ProfilerActivity.CPU
