@@ -118,7 +118,7 @@ def start(
     kv: Annotated[
         str | None,
         typer.Option(
-            help="sglang: KV cache format, bf16, fp8, int8, int8ring_int4, int4, or auto; default: fp8 on a GPU, bf16 elsewhere.",
+            help="sglang: KV cache format, bf16, fp8, int8, int8ring_int4, int4, or auto; default: auto on a GPU, bf16 elsewhere.",
             show_default=False,
         ),
     ] = None,
@@ -139,7 +139,7 @@ def start(
         bool | None,
         typer.Option(
             "--prefix-cache/--no-prefix-cache",
-            help="sglang: keep the cache of finished requests for prompts that begin alike; default: off.",
+            help="sglang: keep the cache of finished requests for prompts that begin alike; default: on on a GPU, off elsewhere.",
             show_default=False,
         ),
     ] = None,

@@ -103,9 +103,20 @@ def test_a_chunk_beyond_the_context_is_refused_and_the_default_shrinks(config: d
     assert resolve(SglangSettings(context=100), config, where="c").chunk == 100
 
 
-@pytest.mark.parametrize(("device", "kv"), [("cpu", "bf16"), ("cuda", "fp8"), (None, "fp8")])
+@pytest.mark.parametrize(("device", "kv"), [("cpu", "bf16"), ("cuda", "auto"), (None, "auto")])
 def test_the_cache_format_follows_the_device(config: dict[str, Any], device: str | None, kv: str) -> None:
     assert resolve(SglangSettings(device=device), config, where="c").kv == kv
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "kept"),
+    [("cpu", None, False), (None, None, True), (None, False, False), ("cpu", True, True)],
+)
+def test_prefixes_are_kept_on_a_gpu(
+    config: dict[str, Any], device: str | None, given: bool | None, kept: bool
+) -> None:
+    settings = SglangSettings(device=device, prefix_cache=given)
+    assert resolve(settings, config, where="c").prefix_cache is kept
 
 
 def started(tiny_packed: Path, tiny_ple: Path, **given: Any) -> tuple[list[str], dict[str, str], list[str]]:
@@ -159,7 +170,7 @@ def test_on_a_gpu_decode_keeps_its_graphs_and_the_plan_says_what_lies_where(
     command, environment, plan = started(tiny_packed, tiny_ple, context=1024)
     assert "--disable-cuda-graph" not in command
     assert value(command, "--cuda-graph-backend-prefill") == "disabled"
-    assert value(command, "--kv-cache-dtype") == "fp8_e4m3"
+    assert value(command, "--kv-cache-dtype") == "bfloat16"
     assert "SGLANG_PLATFORM" not in environment
     assert [line.split(":")[0] for line in plan] == ["GPU", "host", "disk", "KV cache", "expert rows"]
 
