@@ -174,6 +174,14 @@ def start(
             show_default=False,
         ),
     ] = None,
+    check_finite: Annotated[
+        bool | None,
+        typer.Option(
+            "--check-finite",
+            help="sglang: name the first module of a prompt step whose output is not finite; slow, for finding faults.",
+            show_default=False,
+        ),
+    ] = None,
     tp: Annotated[
         int | None,
         typer.Option(help="sglang: GPUs that share the model; only 1 is possible.", show_default=False),
@@ -209,6 +217,7 @@ def start(
             tp=tp,
             overlap=overlap,
             int8_mixes=int8_mixes,
+            check_finite=check_finite,
         )
         options = ServeOptions(model, ple, engine, host, port, name, api_key, log, start_timeout, settings)
         if dry_run:

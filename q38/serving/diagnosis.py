@@ -9,19 +9,28 @@ _OURS = re.compile(r"^q38: (?P<message>.+)$")
 # The last line of a Python traceback: `module.SomeError: message`.
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*$")
 _TROUBLE = re.compile(r"error|fatal|out of memory|killed|abort|cannot|failed|crashed", re.IGNORECASE)
-_REFUSED = "[http_server] Error"  # SGLang refused a request
+_NOT_FINITE = re.compile(
+    r"q38: (?P<message>not finite: .+)$"
+)  # sglang_ext.finite; what follows comes from it
+# SGLang refused a request; asked itself to freeze its garbage collector before it listened, as it does without a warm-up.
+_HARMLESS = ("[http_server] Error", "/freeze_gc")
 # SGLang when one of its processes ends; it then kills itself and the others.
 _CRASHED = re.compile(r"Subprocess (?P<name>\w+) \(pid=\d+\) crashed with exit code (?P<code>-?\d+)")
 _GIVING_UP = "SIGQUIT received"
 
 
 def telling_lines(log: str, *, most: int = 3, or_last: bool = True) -> list[str]:
-    """The lines of a log that say what went wrong: our own refusal, else exceptions, else what sounds like
-    trouble, else with `or_last` the last lines."""
-    lines = [line.strip() for line in log.splitlines() if line.strip() and _REFUSED not in line]
-    ours = [match["message"] for line in lines if (match := _OURS.match(line))]
-    if ours:
+    """The lines of a log that say what went wrong: our own refusal, else the first value that is not finite, else
+    exceptions, else what sounds like trouble, else with `or_last` the last lines."""
+    lines = [
+        line.strip()
+        for line in log.splitlines()
+        if line.strip() and not any(harmless in line for harmless in _HARMLESS)
+    ]
+    if ours := [match["message"] for line in lines if (match := _OURS.match(line))]:
         return ours[-1:]
+    if causes := [match["message"] for line in lines if (match := _NOT_FINITE.search(line))]:
+        return causes[:1]
     for pattern in (_EXCEPTION, _TROUBLE):
         found = [line for line in lines if pattern.search(line)]
         if found:

@@ -90,6 +90,7 @@ def launch(options: ServeOptions) -> Launch:
         kv_limit=settings.kv_limit,
         kv_zeroed=bool(settings.kv_zeroed),
         int8_mixes=bool(settings.int8_mixes),
+        check_finite=bool(settings.check_finite),
     )
     arguments = _arguments(options, resolved, checkpoint, plan.static)
     words, lines = [sys.executable, "-m", "q38.serving.sglang_server", *arguments], plan.lines()

@@ -49,6 +49,7 @@ class SglangSettings:
     return_routes: answers can name the experts that each token chose (for q38 build-placement --server).
     overlap: schedule a decode step while the one before runs; where the n-gram rows allow it by default.
     int8_mixes: round the matrices of the hyper-connections to INT8 while loading.
+    check_finite: look for values that are not finite in prompt steps.
     tp: GPUs that share the model; 1, since expert rows are addresses of one.
     kv_zeroed: write zeros into a quantized cache: the control of `q38 oracle kv`, and no option of `q38 serve`.
     kv_limit: the most bytes behind a quantized cache, for tests of what happens without memory; likewise no option.
@@ -71,6 +72,7 @@ class SglangSettings:
     tp: int | None = None
     overlap: bool | None = None
     int8_mixes: bool | None = None
+    check_finite: bool | None = None
 
     @property
     def given(self) -> list[str]:

@@ -31,6 +31,7 @@ ENGINE = (
     "kv_format",
     "kv_reads",
     "kv_memory",
+    "finite",
 )
 _SCHEDULER = "sglang.srt.managers.scheduler"
 

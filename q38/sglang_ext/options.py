@@ -37,6 +37,7 @@ class ExtensionOptions:
     kv_limit: the most bytes to map for it; None: as many as there are.
     kv_zeroed: write zeros instead of keys and values: the control of `q38 oracle kv`.
     int8_mixes: round the matrices of the hyper-connections to INT8 as they are loaded.
+    check_finite: look at the output of every module in prompt steps.
     """
 
     model: str
@@ -56,6 +57,7 @@ class ExtensionOptions:
     kv_limit: int | None = None
     kv_zeroed: bool = False
     int8_mixes: bool = False
+    check_finite: bool = False
 
     def to_json(self) -> str:
         """The value of the environment variable."""

@@ -87,6 +87,11 @@ MECHANISMS = (
         ),
     ),
     Mechanism(
+        "finite-check",
+        "a value that is not finite is traced to its module, on request",
+        (FORWARD_BATCH + ".init_new",),
+    ),
+    Mechanism(
         "row-moves",
         "expert rows move between steps, and by HTTP request",
         (SCHEDULER + ".run_batch",),

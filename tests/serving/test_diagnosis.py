@@ -23,8 +23,22 @@ torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB
         ("one\ntwo\n\nthree\nfour\n", ["two", "three", "four"]),
         ("", []),
         ("a\n[..] [http_server] Error: The input is longer\n", ["a"]),
+        ("a\nx.ConnectionError: Max retries exceeded with url: /freeze_gc (Caused by ...)\n", ["a"]),
+        (
+            "[..] q38: not finite: output of a\n[..] q38: not finite: output of b\n" + TRACEBACK,
+            ["not finite: output of a"],
+        ),
     ],
-    ids=["traceback", "ours", "sounds like trouble", "nothing", "empty", "a refused request"],
+    ids=[
+        "traceback",
+        "ours",
+        "sounds like trouble",
+        "nothing",
+        "empty",
+        "a refused request",
+        "no listener yet",
+        "not finite",
+    ],
 )
 def test_the_telling_lines_are_found(log: str, lines: list[str]) -> None:
     assert telling_lines(log) == lines

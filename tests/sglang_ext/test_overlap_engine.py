@@ -57,7 +57,7 @@ def ple(tiny_ple: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def overlapped(tiny_packed: Path, ple: Path) -> Iterator[Server]:
     if why := missing():
         pytest.skip(why)
-    settings = SglangSettings(device="cpu", context=512, requests=2, chunk=CHUNK)
+    settings = SglangSettings(device="cpu", context=512, requests=2, chunk=CHUNK, check_finite=True)
     with running_server(tiny_packed, ple=ple, name="tiny", engine="sglang", sglang=settings) as server:
         yield server
 
@@ -74,6 +74,19 @@ def test_answers_are_those_of_steps_one_by_one(overlapped: Server, tiny_packed: 
     assert [p for _, ps in found for p in ps] == pytest.approx(
         [p for _, ps in expected for p in ps], abs=0.05
     )
+
+
+def test_every_prompt_step_was_looked_at_and_was_finite(overlapped: Server) -> None:
+    before = finite(overlapped)["prompt_steps"]
+    answer(overlapped, PROMPTS[2], 1)
+    after = finite(overlapped)
+    assert after["prompt_steps"] - before == -(-len(PROMPTS[2]) // CHUNK)
+    assert after["first"] is None
+
+
+def finite(server: Server) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{server.url}/q38/residency", timeout=60).json()["status"]["finite"]
+    return found
 
 
 def test_rows_that_cannot_be_read_end_the_server_with_the_reason(overlapped: Server, ple: Path) -> None:
