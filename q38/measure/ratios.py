@@ -10,6 +10,7 @@ Student's t.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from q38.measure.stats import Interval
 
 TRIM = 0.2
+_LARGEST = math.log(sys.float_info.max)  # two rounds that differ wildly know no upper end
 Logs = npt.NDArray[np.float64]
 
 
@@ -33,9 +35,8 @@ class LogRatio:
     def interval(self, confidence: float) -> Interval:
         """The ratio with a two-sided interval."""
         half = t_quantile((1 + confidence) / 2, self.freedom) * self.standard_error
-        return Interval(
-            math.exp(self.mean), math.exp(self.mean - half), math.exp(self.mean + half), confidence
-        )
+        low, high = self.mean - half, min(self.mean + half, _LARGEST)
+        return Interval(math.exp(self.mean), math.exp(low), math.exp(high), confidence)
 
 
 def independent(new: Sequence[float], old: Sequence[float]) -> LogRatio:

@@ -117,3 +117,10 @@ def test_values_without_a_spread_are_refused(a: list[float], b: list[float]) -> 
 def test_pairs_need_partners() -> None:
     with pytest.raises(ValueError, match="3 rounds beside 2"):
         paired([1.0, 2.0, 3.0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize("error", [5.4, 1e6])
+def test_two_rounds_that_differ_wildly_have_a_wide_interval_and_no_overflow(error: float) -> None:
+    interval = LogRatio(-0.02, error, 1).interval(0.997)
+    assert interval.low < 1e-300
+    assert 1e300 < interval.high < np.inf

@@ -129,7 +129,10 @@ def test_the_key_is_asked_for_and_stands_on_no_command_line(first: FakeServer, s
 
 
 @needs_router
-def test_the_servers_of_this_machine_are_found(first: FakeServer, state_dir: Path) -> None:
+def test_the_servers_of_this_machine_are_found(
+    first: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("Q38_STATE_DIR", str(tmp_path))  # other tests have servers running
     me = psutil.Process()
     for port, state, engine, url in (
         (41, "ready", "sglang", first.url), (42, "starting", "sglang", "http://127.0.0.1:9"), (43, "ready", fleet.ROUTER, "http://127.0.0.1:9")
@@ -137,11 +140,7 @@ def test_the_servers_of_this_machine_are_found(first: FakeServer, state_dir: Pat
         records.write_record(
             records.Record(port, me.pid, me.create_time(), state, url, engine, "fake", "", "")
         )
-    try:
-        options, launch = plan_fleet(FleetOptions(port=0))
-    finally:
-        for port in (41, 42, 43):
-            (state_dir / f"serve-{port}.json").unlink()
+    options, launch = plan_fleet(FleetOptions(port=0))
     assert launch.figures["servers"] == [first.url] and options.served_name == "fake"
 
 
