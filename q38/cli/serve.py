@@ -139,7 +139,7 @@ def start(
         bool | None,
         typer.Option(
             "--prefix-cache/--no-prefix-cache",
-            help="sglang: keep the cache of finished requests for prompts that begin alike; default: on on a GPU, off elsewhere.",
+            help="sglang: keep the cache of finished requests for prompts that begin alike; default: on a GPU that runs one request at a time.",
             show_default=False,
         ),
     ] = None,

@@ -184,14 +184,16 @@ def resolve(settings: SglangSettings, config: Mapping[str, Any], *, where: str) 
             where="--chunk",
             remedy="use a chunk that fits the context",
         )
-    on_cpu = settings.on_cpu
+    on_cpu, requests = settings.on_cpu, settings.requests or 1
+    # With it a request takes five slots of GDN states instead of one: cheap for one request, not for many.
+    keeps_prefixes = not on_cpu and requests == 1
     return Resolved(
         device="cpu" if on_cpu else "cuda",
         context=context,
-        requests=settings.requests or 1,
+        requests=requests,
         chunk=settings.chunk or min(2048, context),
         kv=settings.kv or ("bf16" if on_cpu else KV_AUTO),
-        prefix_cache=not on_cpu if settings.prefix_cache is None else settings.prefix_cache,
+        prefix_cache=keeps_prefixes if settings.prefix_cache is None else settings.prefix_cache,
         kv_ring=settings.kv_ring or RING_SLOTS,
         return_routes=bool(settings.return_routes),
         overlap=settings.overlap is not False,

@@ -109,13 +109,19 @@ def test_the_cache_format_follows_the_device(config: dict[str, Any], device: str
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "kept"),
-    [("cpu", None, False), (None, None, True), (None, False, False), ("cpu", True, True)],
+    ("device", "requests", "given", "kept"),
+    [
+        ("cpu", None, None, False),
+        (None, None, None, True),
+        (None, 2, None, False),
+        (None, None, False, False),
+        ("cpu", 2, True, True),
+    ],
 )
-def test_prefixes_are_kept_on_a_gpu(
-    config: dict[str, Any], device: str | None, given: bool | None, kept: bool
+def test_prefixes_are_kept_on_a_gpu_that_runs_one_request(
+    config: dict[str, Any], device: str | None, requests: int | None, given: bool | None, kept: bool
 ) -> None:
-    settings = SglangSettings(device=device, prefix_cache=given)
+    settings = SglangSettings(device=device, requests=requests, prefix_cache=given)
     assert resolve(settings, config, where="c").prefix_cache is kept
 
 

@@ -52,9 +52,7 @@ def test_more_experts_than_there_are_or_than_fit_are_refused(
     with pytest.raises(InputError, match="17 of 16 experts"):
         started(tiny_packed, tiny_ple, resident=17)
     need = sum(
-        n
-        for what, n in started(tiny_packed, tiny_ple, kv="int4").figures["device"].items()
-        if what != "left"
+        n for what, n in started(tiny_packed, tiny_ple, kv="int4").figures["device"].items() if what != "left"
     )
     with pytest.raises(ResourceError, match=r"GPU is .* short"):
         started(tiny_packed, tiny_ple, resident=16, gpu_memory=need - MIB)
