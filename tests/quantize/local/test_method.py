@@ -83,9 +83,19 @@ def test_experts_are_not(finished: Path, tiny_source: Path) -> None:
     assert (ours - weight).norm() < (theirs - weight).norm()  # its scales were searched
 
 
+@pytest.mark.parametrize("method", ["expert-local", "expert-local-gsq"])
 def test_killed_inside_a_batch_and_inside_the_activations_it_goes_on_bit_for_bit(
-    tiny_source: Path, tiny_ple: Path, recipe: Recipe, finished: Path, tmp_path: Path
+    method: str,
+    tiny_source: Path,
+    tiny_ple: Path,
+    vary: Callable[..., Recipe],
+    finished: Path,
+    tmp_path: Path,
 ) -> None:
+    recipe = vary(experts={**LOCAL, "method": method})
+    if method != "expert-local":
+        finished = tmp_path / "uninterrupted"
+        quantize(tiny_source, finished, recipe, ple=tiny_ple)
     out, file = tmp_path / "out", tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe.to_dict()))
     arguments = ["quantize", str(tiny_source), "-o", str(out), "-r", str(file), "--ple", str(tiny_ple)]
