@@ -9,9 +9,8 @@ _OURS = re.compile(r"^q38: (?P<message>.+)$")
 # The last line of a Python traceback: `module.SomeError: message`.
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*$")
 _TROUBLE = re.compile(r"error|fatal|out of memory|killed|abort|cannot|failed|crashed", re.IGNORECASE)
-_NOT_FINITE = re.compile(
-    r"q38: (?P<message>not finite: .+)$"
-)  # sglang_ext.finite; what follows comes from it
+# From sglang_ext.finite; what follows in the log comes of it.
+_NOT_FINITE = re.compile(r"q38: (?P<message>not finite: .+)$")
 # SGLang refused a request; asked itself to freeze its garbage collector before it listened, as it does without a warm-up.
 _HARMLESS = ("[http_server] Error", "/freeze_gc")
 # SGLang when one of its processes ends; it then kills itself and the others.

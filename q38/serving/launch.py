@@ -238,12 +238,16 @@ def _death(child: Child, code: int, what: str) -> Q38Error:
     """The error for a dead child, of the class (exit code) that the child ended with."""
     why, code = describe_end(code, child.log_text())
     kind = {2: InputError, 3: ResourceError, -signal.SIGKILL: ResourceError}.get(code, Q38Error)
-    # Killed from outside, it had nothing to say; its last lines would only tell what it was doing.
-    return _failed(child, f"{what} ({why})", kind, or_last=code >= 0)
+    # Killed from outside, it had nothing to say: its log only tells of what it was doing, and of requests it refused.
+    lines = [] if code == -signal.SIGKILL else telling_lines(child.log_text(), or_last=code >= 0)
+    return _error(child, f"{what} ({why})", kind, lines)
 
 
-def _failed(child: Child, what: str, kind: type[Q38Error] = Q38Error, *, or_last: bool = True) -> Q38Error:
-    lines = telling_lines(child.log_text(), or_last=or_last)
+def _failed(child: Child, what: str) -> Q38Error:
+    return _error(child, what, Q38Error, telling_lines(child.log_text()))
+
+
+def _error(child: Child, what: str, kind: type[Q38Error], lines: list[str]) -> Q38Error:
     told = f": {' | '.join(lines)}" if lines else ""
     return kind(f"{what}{told}".rstrip("."), remedy=f"read {child.log}")
 

@@ -108,8 +108,11 @@ def test_a_traceback_is_quoted_by_its_last_line(start: Start) -> None:
 
 
 def test_a_child_that_the_kernel_kills_is_a_missing_resource(start: Start) -> None:
-    error = fails(start, "import os; os.kill(os.getpid(), 9)")
+    error = fails(
+        start, "import os; print('error: of an earlier request', flush=True); os.kill(os.getpid(), 9)"
+    )
     assert "SIGKILL" in str(error)
+    assert "earlier request" not in str(error)
     assert "memory" in str(error)
     assert error.exit_code == 3
 
