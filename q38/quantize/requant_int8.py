@@ -23,6 +23,7 @@ from q38.base.errors import CheckFailed, InputError
 from q38.base.progress import SILENT, Progress
 from q38.checkpoint.header import TensorInfo
 from q38.checkpoint.index import INDEX, Checkpoint, fingerprint_file, read_json
+from q38.checkpoint.int8 import BITS, Deviation, Errors, deviation, round_int8
 from q38.checkpoint.job import MANIFEST, Job
 from q38.checkpoint.packing import pack, symmetric_zeros
 from q38.checkpoint.source import SourceWeights
@@ -35,7 +36,6 @@ from q38.checkpoint.writer import (
     write_json,
     writing,
 )
-from q38.quantize.int8 import BITS, Deviation, Errors, deviation, round_int8
 from q38.quantize.requant_plan import CONFIG, Entry, Matrix, Plan, extra_files, make_plan, stored_bits
 from q38.recipe.bits import check_resolution, fused_modules, quantization_config
 from q38.recipe.resolve import HIGH

@@ -9,11 +9,11 @@ from pathlib import Path
 from q38.base.errors import InputError
 from q38.checkpoint.header import TensorInfo
 from q38.checkpoint.index import INDEX, Checkpoint
+from q38.checkpoint.int8 import BITS
 from q38.checkpoint.job import MANIFEST
 from q38.checkpoint.source import SourceWeights
 from q38.checkpoint.writer import TEMPORARY
 from q38.model.expected import packed_tensors
-from q38.quantize.int8 import BITS
 from q38.recipe.bits import PACKING, plan_bits, quantization_config
 from q38.recipe.resolve import HIGH
 from q38.recipe.schema import Recipe

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from q38.checkpoint.int8 import round_int8
 from q38.checkpoint.packing import pack
 from q38.kernels.gated_mix import GatedMix
 from q38.kernels.gemv_int8 import gate_columns
-from q38.quantize.int8 import round_int8
 from q38.sglang_ext.hooks import Hook
 from q38.sglang_ext.options import given
 from q38.sglang_ext.targets import HYPER

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from q38.checkpoint.int8 import BITS, MIN_SCALE, Errors, deviation, round_int8
 from q38.checkpoint.packing import dequantize, pack, symmetric_zeros
-from q38.quantize.int8 import BITS, MIN_SCALE, Errors, deviation, round_int8
 
 GROUP = 128
 
