@@ -25,7 +25,7 @@ from q38.residency.pool import Index
 
 PIECES = 3  # of a ring: one that is read, one that is filled, one between
 # Of a layer's host rows, how many a step must be expected to read for copying all of them to pay: read in place
-# they cross the link at 43 GB/s, copied at 53 (docs/performance.md).
+# they cross the link at 44 GB/s, copied at 55 (benchmarks/prefill_staging.py).
 WORTH = 0.8
 # Bytes of a copy: what else the copy engine is asked for meanwhile waits 0.3 ms, not for a whole piece.
 LONGEST = 16 * MIB
@@ -136,8 +136,8 @@ def fewest_tokens(heat: NDArray[np.float64], resident: NDArray[np.bool_], top_k:
 def ring_rows(host_rows: int, experts: int, tokens: int, top_k: int) -> int:
     """Row slots of a ring for layers with so many host rows each; 0 where steps of `tokens` are too short for staging.
 
-    Half a layer's host rows: what crosses the link while the rest of a layer, attention before all, computes. DERIVED: a
-    chunk of 4,096 tokens on 68 SMs spends about 4.6 ms there, in which 190 rows of this model cross.
+    Half a layer's host rows: about what crosses the link while the rest of a layer, attention before all, computes. With a third
+    the link waits, all of them gain nothing (benchmarks/prefill_staging.py, docs/decisions.md).
     """
     chosen = 1 - (1 - min(top_k / experts, 1.0)) ** tokens  # all experts alike
     return -(-host_rows // (2 * PIECES)) * PIECES if chosen >= WORTH else 0
