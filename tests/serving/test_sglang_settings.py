@@ -42,6 +42,9 @@ def conflict(on: str = "cuda", engine: str = "sglang", **given: Any) -> str:
         {"resident": 3},
         {"return_routes": True},
         {"tp": 1},
+        {"overlap": False},
+        {"int8_mixes": True},
+        {"check_finite": True},
     ],
 )
 def test_the_transformers_engine_has_none_of_them(given: dict[str, Any]) -> None:
