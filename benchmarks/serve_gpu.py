@@ -2,7 +2,7 @@
 
     q38 synth full DIR --gpu-scale
     PYTHONPATH=. python -m benchmarks.serve_gpu DIR --hold 23.9GiB --out result.json --ram 28GiB
-    CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=53 PYTHONPATH=. python -m benchmarks.serve_gpu DIR --hold 23.9GiB --ram 28GiB
+    CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50 PYTHONPATH=. python -m benchmarks.serve_gpu DIR --hold 23.9GiB --ram 28GiB
     PYTHONPATH=. python -m benchmarks.serve_gpu DIR --quick --device cpu --context 1024        # a tiny model, without a GPU
 
 Options that are none of these go to `q38 serve`. --hold takes device memory in a second process until only so much is
@@ -24,7 +24,7 @@ from q38.base.units import parse_bytes
 
 __all__ = ["Measured", "Run", "held", "limit", "part", "parts", "prompt"]
 
-PARTS = "load,speed,profile,abandoned,burst,malformed,too_long,killed,scheduler_killed"
+PARTS = "products,load,speed,profile,abandoned,burst,malformed,too_long,killed,scheduler_killed"
 
 
 def numbers(text: str) -> list[int]:

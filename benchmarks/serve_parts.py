@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,17 @@ from benchmarks.serve_session import Body, Run, forget_pages, greedy, part, prom
 
 _SAMPLE = 1  # files read to find the disk's speed
 _BURST = 32
+
+
+@part
+def products(run: Run) -> None:
+    """The matrix library at the model's shapes: where it is wrong, nothing that follows would mean anything."""
+    device = ["--device", "cpu"] if run.on_cpu else []
+    command = [sys.executable, "-m", "benchmarks.products", str(run.model), *device]
+    found = subprocess.run(command, capture_output=True, text=True)
+    run.record("products", found.stdout.splitlines()[-5:])
+    if found.returncode:
+        raise SystemExit(f"matrix products are wrong on this machine: {found.stderr[-300:] or 'see above'}")
 
 
 def shards(run: Run) -> list[Path]:
