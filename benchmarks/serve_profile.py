@@ -1,6 +1,7 @@
 """Kernels of a running server: a trace by torch's profiler, and a table of it.
 
     PYTHONPATH=. python -m benchmarks.serve_profile TRACE.json.gz --steps 8
+    PYTHONPATH=. python -m benchmarks.serve_profile ALL_SMS.json.gz --steps 8 --against HALF_THE_SMS.json.gz
 
 benchmarks/serve_gpu.py takes the traces. Kernels are counted under CUDA graphs too.
 """
@@ -14,7 +15,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,39 @@ def table(profile: Profile, *, most: int = 40) -> str:
     return "\n".join(lines) + "\n"
 
 
+def comparison(profile: Profile, other: Profile) -> str:
+    """Text: time of each group and kernel in both, ms and us per step, and how many times longer the second took.
+
+    With half of the SMs and the same memory and link, a kernel whose time doubles waits for its own instructions, one
+    whose time stays for bytes or for latency.
+    """
+    lines = ["| group | ms | other, ms | times |", "|---|---|---|---|"]
+    totals = [_by(each, group_of) for each in (profile, other)]
+    for name in sorted(totals[0], key=lambda name: -totals[0][name]):
+        lines.append(_ratio(name, totals[0][name] / 1e3, totals[1].get(name, 0.0) / 1e3))
+    lines += ["", "| kernel | us | other, us | times |", "|---|---|---|---|"]
+    kernels = [_by(each, short) for each in (profile, other)]
+    for name in sorted(kernels[0], key=lambda name: -kernels[0][name])[:40]:
+        lines.append(_ratio(name, kernels[0][name], kernels[1].get(name, 0.0)))
+    return "\n".join(lines) + "\n"
+
+
+def _by(profile: Profile, label: Callable[[str], str]) -> dict[str, float]:
+    """Time per step of the kernels with the same label, us."""
+    times: dict[str, float] = defaultdict(float)
+    for name, (_, time_us) in profile.kernels.items():
+        times[label(name)] += time_us / profile.steps
+    return times
+
+
+def _ratio(name: str, first: float, second: float) -> str:
+    return (
+        f"| {name} | {first:.3f} | {second:.3f} | {second / first:.2f} |"
+        if first
+        else f"| {name} | 0 | {second:.3f} | |"
+    )
+
+
 def group_of(name: str) -> str:
     """The group of a kernel."""
     return next((group for group, pattern in GROUPS if re.search(pattern, name, re.IGNORECASE)), "other")
@@ -193,9 +227,13 @@ def main() -> None:
     )
     parser.add_argument("trace", type=Path, nargs="+")
     parser.add_argument("--steps", type=int, default=1, help="steps that a trace covers")
+    parser.add_argument("--against", type=Path, help="the same steps with another share of the SMs")
     arguments = parser.parse_args()
     for file in arguments.trace:
-        sys.stdout.write(table(read_trace(file, arguments.steps)))
+        profile = read_trace(file, arguments.steps)
+        sys.stdout.write(table(profile))
+        if arguments.against:
+            sys.stdout.write("\n" + comparison(profile, read_trace(arguments.against, arguments.steps)))
 
 
 if __name__ == "__main__":

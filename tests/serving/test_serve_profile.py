@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serve_profile import group_of, read_trace, table
+from benchmarks.serve_profile import comparison, group_of, read_trace, summarize, table
 
 
 def event(name: str, start: float, duration: float, kind: str = "kernel", **more: Any) -> dict[str, Any]:
@@ -53,3 +53,12 @@ def test_a_trace_without_kernels_tells_its_operators(tmp_path: Path) -> None:
 )
 def test_kernels_belong_to_groups(name: str, group: str) -> None:
     assert group_of(name) == group
+
+
+def test_two_profiles_are_compared_by_group_and_kernel() -> None:
+    fast = summarize([event("gemv", 0, 10), event("topk", 20, 4)], [], 2)
+    slow = summarize([event("gemv", 0, 20), event("topk", 30, 4)], [], 2)
+    text = comparison(fast, slow)
+    assert "| gemv | 5.000 | 10.000 | 2.00 |" in text
+    assert "| topk | 2.000 | 2.000 | 1.00 |" in text
+    assert "| INT8 projections | 0.005 | 0.010 | 2.00 |" in text
