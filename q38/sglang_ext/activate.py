@@ -25,6 +25,8 @@ ENGINE = (
     "ngram",
     "steps",
     "hyper_connections",
+    "hyper_boundary",
+    "shared_tail",
     "graph_output",
     "rope",
     "fp8_clamp",

@@ -1,6 +1,7 @@
 """The places where SGLang's sparse attention takes rows out of the KV cache: each gathers and undoes the rounding.
 
-decode and verify   qwen_sparse_kv_extraction_compact_triton: the selected rows into the attention's scratch
+decode, verify      qwen_sparse_kv_extraction_compact_triton: the selected rows into the attention's scratch
+                    (on a GPU kv_attention.py comes before it and needs no scratch)
 prefill, prefix     pack_qsa_prefill_kv: every row of the requests' contexts, in order
 CPU                 qsa_sparse_attention: the reference, both of the above
 
@@ -17,6 +18,7 @@ import torch
 
 from q38.kernels.kv_select import selected_slots
 from q38.kvcache.pool import distinct
+from q38.sglang_ext import kv_attention
 from q38.sglang_ext.hooks import Hook
 from q38.sglang_ext.kv_format import PackedRows
 from q38.sglang_ext.targets import QSA
@@ -28,6 +30,7 @@ def hooks() -> list[Hook]:
         Hook(QSA + ".sparse_attn.qwen_sparse_kv_extraction_compact_triton", "around", compact),
         Hook(QSA + ".sparse_attn.pack_qsa_prefill_kv", "around", pack),
         Hook(QSA + ".kernel.qsa_sparse_attention", "around", attend),
+        *kv_attention.hooks(),
     ]
 
 

@@ -25,6 +25,7 @@ POOL_SIZES = _SRT + "model_executor.pool_configurator.DefaultPoolConfigurator"
 ALLOCATOR = _SRT + "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
 QSA = _SRT + "layers.attention.qsa"
 HYPER = _SRT + "layers.hyperconnection"
+ELEMENTWISE = "sglang.kernels.ops.elementwise.elementwise"
 FORWARD_BATCH = _SRT + "model_executor.forward_batch_info.ForwardBatch"
 
 
@@ -124,6 +125,32 @@ MECHANISMS = (
         (HYPER + ".GatedResidual", "sglang.kernels.ops.gemm.hc_mix.fused_hc_mix_supported"),
     ),
     Mechanism(
+        "hyper-boundary",
+        "between two blocks of a decode step: gates, combine and the next norm in one launch",
+        (HYPER + ".GatedResidual.__init__", HYPER + ".GatedResidual.combine_and_normalize"),
+        (
+            HYPER + ".GatedResidual",
+            HYPER + ".GroupedGemmaRMSNorm",
+            # Who calls it, and when nothing happens between the combine and the norm.
+            QWEN4 + ".Qwen4ExpLayerExtensionMixin",
+            QWEN4 + ".Qwen4ExpModel.forward",
+            _SRT + "layers.layer_boundary.residual.gated.GatedResidualState",
+        ),
+        cuda=True,
+    ),
+    Mechanism(
+        "shared-tail",
+        "the shared expert joins the routed ones through a CUDA kernel in decode steps",
+        (ELEMENTWISE + "._launch_fused_gate_sigmoid_mul",),
+        (
+            ELEMENTWISE + ".fused_gate_sigmoid_mul_add",
+            ELEMENTWISE + "._fused_gate_sigmoid_mul_add_kernel",
+            _SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock.forward",
+            _SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock.forward_normal_dual_stream",
+        ),
+        cuda=True,
+    ),
+    Mechanism(
         "rope-sync",
         "the sparse-attention indexer does not wait for the device once a layer",
         (INDEXER + ".project_qk", INDEXER + ".apply_rope"),
@@ -152,8 +179,12 @@ MECHANISMS = (
             QSA + ".sparse_attn.qwen_sparse_kv_extraction_compact_triton",
             QSA + ".sparse_attn.pack_qsa_prefill_kv",
             QSA + ".kernel.qsa_sparse_attention",
+            SPARSE + "._forward_paged_attention",
         ),
         (
+            SPARSE + "._expand_block_indices",
+            SPARSE + "._resolve_metadata",
+            _SRT + "layers.attention.qwen_sparse_attn_backend.QwenSparseAttnMetadata",
             _SRT + "layers.quantization.fp4_kv_cache_quant_method.KVCacheQuantMethodBase",
             KV_POOL + "._create_buffers",
             KV_POOL + "._create_quantized_buffers",
