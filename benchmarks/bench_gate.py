@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -84,7 +85,7 @@ def main() -> None:
                 "seconds": round(time.monotonic() - begun, 1),
             }
     result["load"] = {"least": min(loads), "most": max(loads)}
-    print(json.dumps(result, indent=1))
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
 
 
 def spread(comparisons: list[dict[str, Any]]) -> dict[str, list[float]]:

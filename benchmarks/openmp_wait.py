@@ -60,7 +60,9 @@ def main() -> None:
     result = {
         policy: measure(args.model, args.tokens, args.processes, policy) for policy in ("ACTIVE", "PASSIVE")
     }
-    print(json.dumps({"processes": args.processes, "tokens": args.tokens, "seconds": result}))
+    sys.stdout.write(
+        json.dumps({"processes": args.processes, "tokens": args.tokens, "seconds": result}) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def main() -> None:
     split_ple(sources["bf16"], root / "ple")
     if not sources["fp8"].exists():
         write_fp8(sources["bf16"], sources["fp8"])
-    print("| model | KL | standard error | noise floor | top-1 | NLL difference | seconds to quantize |")
-    print("|---|---|---|---|---|---|---|")
+    say("| model | KL | standard error | noise floor | top-1 | NLL difference | seconds to quantize |")
+    say("|---|---|---|---|---|---|---|")
     for name in names:
         if name == "FP8 source":
             report(name, sources["fp8"], sources["bf16"], root / "ple", 0.0)
@@ -81,11 +81,15 @@ def report(name: str, model: Path, source: Path, ple: Path, seconds: float) -> N
     part = measure_quality(model, source, ple=ple, text="stdlib", tokens=4096, seqlen=128).to_dict()
     checks = {check["name"]: check for check in part["checks"]}
     kl, floor = checks["kl divergence"], part["floor"]["kl divergence"]["value"]
-    print(
+    say(
         f"| {name} | {kl['value']:.5f} | {kl['standard_error']:.5f} | {floor:.6f} |"
-        f" {checks['top-1 agreement']['value']:.4f} | {checks['nll difference']['value']:.5f} | {seconds:.0f} |",
-        flush=True,
+        f" {checks['top-1 agreement']['value']:.4f} | {checks['nll difference']['value']:.5f} | {seconds:.0f} |"
     )
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 main()

@@ -4,8 +4,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh quant,serve,dev
 . scripts/sglang.sh
-ruff check q38 tests
-ruff format --check q38 tests
+ruff check q38 tests benchmarks
+ruff format --check q38 tests benchmarks
 mypy
 lint-imports
 python -m q38.cli.docs --check

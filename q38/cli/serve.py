@@ -10,6 +10,7 @@ import typer
 
 from q38.cli.app import app
 from q38.cli.console import DebugFlag, DryRunFlag, JsonFlag, session
+from q38.cli.serve_options import HostOption, LogOption, PortOption, StartTimeoutOption
 
 START = "start"
 _HELP = ("-h", "--help")
@@ -51,10 +52,8 @@ def start(
     engine: Annotated[
         str, typer.Option(help="sglang, transformers, or auto: sglang where it can run, else transformers.")
     ] = "auto",
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Other than loopback needs an API key.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 30000,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 30000,
     name: Annotated[
         str | None,
         typer.Option(help="Model name in the API; default: the directory's name.", show_default=False),
@@ -65,16 +64,8 @@ def start(
             envvar="Q38_API_KEY", help="Key that clients must send as a bearer token.", show_default=False
         ),
     ] = None,
-    log: Annotated[
-        Path | None,
-        typer.Option(
-            help="Log file of the server, appended to; default: serve-PORT.log in the state directory.",
-            show_default=False,
-        ),
-    ] = None,
-    start_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds to wait for the first generated token before giving up.")
-    ] = 900.0,
+    log: LogOption = None,
+    start_timeout: StartTimeoutOption = 900.0,
     device: Annotated[
         str | None,
         typer.Option(

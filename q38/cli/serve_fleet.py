@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from q38.cli.console import DebugFlag, DryRunFlag, JsonFlag, session
 from q38.cli.serve import serve
+from q38.cli.serve_options import HostOption, LogOption, PortOption, StartTimeoutOption
 
 
 @serve.command("fleet")
@@ -28,10 +28,8 @@ def fleet(
             "round_robin, random, power_of_two."
         ),
     ] = "cache_aware",
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Other than loopback needs an API key.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 30100,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 30100,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -40,16 +38,8 @@ def fleet(
             show_default=False,
         ),
     ] = None,
-    log: Annotated[
-        Path | None,
-        typer.Option(
-            help="Log file of the router, appended to; default: serve-PORT.log in the state directory.",
-            show_default=False,
-        ),
-    ] = None,
-    start_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds to wait for the first token through the router.")
-    ] = 120.0,
+    log: LogOption = None,
+    start_timeout: StartTimeoutOption = 120.0,
     json: JsonFlag = False,
     debug: DebugFlag = False,
     dry_run: DryRunFlag = False,

@@ -1,7 +1,7 @@
 """Rows of a split n-gram table for a server: cached, read in parallel, ahead of use, and counted.
 
 Where the table is one file on a disk that takes direct reads, nothing enters the page cache: rows are read by
-`aio.AioQueue` and the two row caches are all the memory it takes. Elsewhere the rows come through the page cache.
+`aio.AioQueue` and the row caches are all the memory it takes. Elsewhere the rows come through the page cache.
 
 Rows that prompts bring have a cache of their own, so that a long text cannot evict what decoding reads again.
 """
@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,12 +48,16 @@ class RowSource:
 
     def __init__(self, table: PleTable, *, direct: bool = True) -> None:
         self.table, self.counts = table, RowCounts()
-        self.decode = RecentRows(DECODE_ROWS, table.row_bytes)
         self.prompt = RowCache(PROMPT_SLOTS, table.row_bytes)
         self._queues = [
             _queue(table, direct=direct) for _ in range(2)
         ]  # of the steps, and of what is read ahead
         self._ahead: _Ahead | None = None
+
+    @cached_property
+    def decode(self) -> RecentRows:
+        """Rows of decode steps. Made by the first `few`: a server whose steps fetch their own rows never calls it."""
+        return RecentRows(DECODE_ROWS, self.table.row_bytes)
 
     @property
     def direct(self) -> bool:

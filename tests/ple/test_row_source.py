@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,20 @@ def test_a_prompt_cannot_evict_what_decoding_read(source: RowSource) -> None:
     before = source.counts.hits
     expect(source, range(100), decode=True)
     assert source.counts.hits - before == 100
+
+
+def test_rows_of_decode_steps_take_memory_once_such_a_step_asks_for_some(split: Path) -> None:
+    opened = RowSource(PleTable.open(split))
+    size = row_source.DECODE_ROWS * opened.table.row_bytes
+    tracemalloc.start()
+    try:
+        expect(opened, range(100))
+        assert tracemalloc.get_traced_memory()[0] < size / 10
+        expect(opened, [5], decode=True)
+        assert tracemalloc.get_traced_memory()[0] > size
+    finally:
+        tracemalloc.stop()
+        opened.close()
 
 
 def test_a_failure_while_reading_ahead_reaches_the_step(
