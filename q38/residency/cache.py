@@ -7,6 +7,7 @@ any number that grows with how often a row is read will do (expected selections 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from q38.base.units import GIB, format_bytes
 from q38.residency.arena import CHUNK, Arena
 from q38.residency.driver import CudaError, Driver, OutOfMemory
 from q38.residency.heat import hottest
-from q38.residency.pool import HostLimits, HostPool, Index
+from q38.residency.pool import HostLimits, HostPool, Index, Slots, pool_bytes, take_places
+from q38.residency.shared import SharedMemory
 from q38.residency.store import Mask, RowStore
 from q38.residency.table import ENTRY, AddressTable
 
@@ -255,6 +257,35 @@ class ExpertCache:
         self.store.trim(min(self.store.device.used + self.spare, self.store.rows))
 
 
+@dataclass(frozen=True)
+class PoolPlan:
+    """A host pool before there is one.
+
+    slots: row slots. scratch: bytes beside them. places: int64 [rows], where each row goes first, in the words of
+        `RowStore.place`.
+    """
+
+    row_bytes: int
+    slots: int
+    scratch: int
+    places: Index
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool."""
+        return pool_bytes(self.row_bytes, self.slots, self.scratch)
+
+
+def plan_pool(
+    row_bytes: int, resident: Mask, *, fewest: int | None, spare: int, scratch: int = 0
+) -> PoolPlan:
+    """What `open_cache` pins for these arguments, and where it puts the rows."""
+    total, count = resident.size, int(resident.sum())
+    slots = total - (count if fewest is None else min(fewest, count)) + spare
+    places = take_places(resident.reshape(-1), Slots(total), Slots(slots))
+    return PoolPlan(row_bytes, slots, total * ENTRY + scratch, places)
+
+
 def open_cache(
     driver: Driver,
     row_bytes: int,
@@ -270,6 +301,7 @@ def open_cache(
     keep: int = GIB,
     threads: int | None = None,
     progress: Progress = SILENT,
+    shared: SharedMemory | None = None,
 ) -> ExpertCache:
     """Pin the pool, back the arena and give every row a place. Fill the rows, then call `store.publish`.
 
@@ -282,23 +314,24 @@ def open_cache(
             By default the number of resident rows: then `shrink` and `free` can give nothing back.
         spare: slots kept free on both sides for exchanging rows.
         scratch: pinned bytes for others (the adapter's counters), beside the table's own.
-        limits, keep, threads: see `HostPool`.
+        limits, keep, threads, shared: see `HostPool`.
 
     Raises:
         ResourceError: host or device memory is short; nothing stays allocated.
     """
     layers, experts = resident.shape
     total, count = layers * experts, int(resident.sum())
-    slots = total - (count if fewest is None else min(fewest, count)) + spare
+    plan = plan_pool(row_bytes, resident, fewest=fewest, spare=spare, scratch=scratch)
     pool = HostPool(
         driver,
         row_bytes,
-        slots,
-        scratch=total * ENTRY + scratch,
+        plan.slots,
+        scratch=plan.scratch,
         limits=limits,
         keep=keep,
         threads=threads,
         progress=progress,
+        shared=shared,
     )
     arena = table = None
     try:

@@ -10,26 +10,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
-
-from q38.base.errors import InputError, ResourceError
+from q38.base.errors import ResourceError
 from q38.base.progress import SILENT, Progress, Task
 from q38.checkpoint.index import Checkpoint
-from q38.residency.layout import SCALE_BYTES, ExpertLayout
+from q38.residency.layout import ExpertLayout
+from q38.residency.placing import Placing
 from q38.residency.pool import Bytes, Index
 from q38.residency.reader import FileReader, aligned, room
-from q38.residency.shards import Piece, ReadPlan, Unit, plan_reads
+from q38.residency.shards import UNIT, ReadPlan, Unit, plan_reads
 from q38.residency.store import RowStore
 
 READERS = 8  # threads; two requests or more in flight saturate every disk seen
-_EXPONENT = {"F16": 0x7C00, "BF16": 0x7F80}  # all ones in the exponent: infinite or not a number
 _STAGING = 2  # pinned slots per reader: one is placed while the other is copied to the device
 
 
@@ -53,6 +50,19 @@ class LoadReport:
         return {**asdict(self), "gb_per_second": self.gb_per_second}
 
 
+class Target(Protocol):
+    """Where rows go. Called by several threads."""
+
+    def take(self, row: int, reader: int) -> Bytes:
+        """uint8 [row_bytes]: memory to assemble a row in. May wait until there is some."""
+
+    def give(self, row: int, reader: int) -> None:
+        """The row is complete."""
+
+    def stop(self) -> None:
+        """A reader has failed: nobody may go on waiting."""
+
+
 def load_rows(
     checkpoint: Checkpoint,
     layout: ExpertLayout,
@@ -60,7 +70,7 @@ def load_rows(
     *,
     plan: ReadPlan | None = None,
     readers: int = READERS,
-    unit: int = 8 * 2**20,
+    unit: int = UNIT,
     direct: bool | None = None,
     progress: Progress = SILENT,
 ) -> LoadReport:
@@ -69,7 +79,7 @@ def load_rows(
     Takes at most `readers` x (unit + one expert) bytes of memory beside the rows.
 
     Args:
-        plan: what `plan_reads` found; made here where it is not given.
+        plan: what `plan_reads` found, or part of it; made here where it is not given.
         readers: threads; fewer when the pool has less than two free slots for each.
         unit: bytes that one thread reads at once.
         direct: force or forbid O_DIRECT; None decides file by file.
@@ -81,67 +91,116 @@ def load_rows(
     """
     if store.row_bytes != layout.row_bytes:
         raise ValueError(f"rows of {store.row_bytes} bytes for a layout of {layout.row_bytes}")
-    started = time.monotonic()
     plan = plan or plan_reads(checkpoint, layout, unit=unit)
-    nbytes = plan.nbytes
+    readers = min(readers, len(plan.groups), store.pool.slots.free // _STAGING)
+    if readers < 1:
+        raise ResourceError(
+            f"{_STAGING} free slots needed to load through, {store.pool.slots.free} are free",
+            where="host pool",
+            remedy="start with more spare slots",
+        )
+    slots = store.pool.slots.take(readers * _STAGING)
+    try:
+        target = _StoreTarget(store, slots.reshape(readers, _STAGING))
+        try:
+            report = fill_rows(plan, layout, target, readers=readers, direct=direct, progress=progress)
+        finally:
+            target.finish()
+    finally:
+        store.pool.slots.give(slots)
+    store.publish()
+    return report
+
+
+def fill_rows(
+    plan: ReadPlan,
+    layout: ExpertLayout,
+    target: Target,
+    *,
+    readers: int = READERS,
+    direct: bool | None = None,
+    progress: Progress = SILENT,
+) -> LoadReport:
+    """Read the rows of `plan` and hand each to `target`, complete and checked.
+
+    Raises:
+        as `load_rows`, and what `target` raises.
+    """
+    started = time.monotonic()
     with ExitStack() as stack:
         files: dict[Path, FileReader] = {}
         for file in plan.files:
             files[file] = FileReader(file, direct=direct)
             stack.callback(files[file].close)
-        readers = min(readers, len(plan.groups), store.pool.slots.free // _STAGING)
-        if readers < 1:
-            raise ResourceError(
-                f"{_STAGING} free slots needed to load through, {store.pool.slots.free} are free",
-                where="host pool",
-                remedy="start with more spare slots",
-            )
-        slots = store.pool.slots.take(readers * _STAGING)
-        stack.callback(store.pool.slots.give, slots)
-        with progress.task("load experts", nbytes) as task:
-            _Loading(layout, store, plan, files, slots.reshape(readers, _STAGING), task).run()
-        store.publish()
-    return LoadReport(
-        rows=store.rows,
-        nbytes=nbytes,
-        seconds=time.monotonic() - started,
-        readers=readers,
-        direct_files=sum(f.direct for f in files.values()),
-        files=len(files),
-        scale_dtype=plan.scale_dtype,
-    )
+        with progress.task("load experts", plan.nbytes) as task:
+            _Loading(layout, target, plan, files, task).run(readers)
+        return LoadReport(
+            rows=sum(map(len, plan.groups)),
+            nbytes=plan.nbytes,
+            seconds=time.monotonic() - started,
+            readers=readers,
+            direct_files=sum(f.direct for f in files.values()),
+            files=len(files),
+            scale_dtype=plan.scale_dtype,
+        )
+
+
+class _StoreTarget:
+    """The rows of a store: a host row's own slot; for a device row one of the reader's two, copied on from there.
+
+    Args:
+        staging: int64 [readers, 2], slots of the pool.
+    """
+
+    def __init__(self, store: RowStore, staging: Index) -> None:
+        self._store, self._staging = store, staging
+        driver = store.driver
+        self._stream = driver.new_stream()
+        self._events = [[driver.new_event() for _ in slots] for slots in staging]
+        self._turns = [0] * len(staging)  # device rows that each reader has taken
+
+    def take(self, row: int, reader: int) -> Bytes:
+        place = int(self._store.place[row])
+        if place < 0:
+            return self._store.pool.row(-1 - place)
+        turn = self._turns[reader]
+        if turn >= _STAGING:
+            self._store.driver.wait(self._events[reader][turn % _STAGING])
+        return self._store.pool.row(int(self._staging[reader, turn % _STAGING]))
+
+    def give(self, row: int, reader: int) -> None:
+        store, turn = self._store, self._turns[reader] % _STAGING
+        if store.place[row] < 0:
+            return
+        slot = self._staging[reader, turn : turn + 1]
+        to, source = store.addresses(store.place[row : row + 1]), store.addresses(-1 - slot)
+        store.driver.copy(to, source, store.row_bytes, self._stream)
+        store.driver.record(self._events[reader][turn], self._stream)
+        self._turns[reader] += 1
+
+    def stop(self) -> None: ...
+
+    def finish(self) -> None:
+        """Wait for the copies."""
+        self._store.driver.synchronize(self._stream)
 
 
 class _Loading:
     """The threads of one load. The first error stops them all."""
 
     def __init__(
-        self,
-        layout: ExpertLayout,
-        store: RowStore,
-        plan: ReadPlan,
-        files: dict[Path, FileReader],
-        staging: Index,
-        task: Task,
+        self, layout: ExpertLayout, target: Target, plan: ReadPlan, files: dict[Path, FileReader], task: Task
     ) -> None:
-        self.layout, self.store, self.plan, self.files, self.staging, self.task = (
-            layout,
-            store,
-            plan,
-            files,
-            staging,
-            task,
-        )
-        self.stream = store.driver.new_stream()
-        self.events = [[store.driver.new_event() for _ in slots] for slots in staging]
+        self.target, self.files, self.task = target, files, task
+        self.placing = Placing(layout, plan.scale_dtype)
         self.units = plan.units
         self.lock = threading.Lock()
         self.error: BaseException | None = None
 
-    def run(self) -> None:
+    def run(self, readers: int) -> None:
         threads = [
-            threading.Thread(target=self._guard, args=(i,), name=f"q38-load-{i}")
-            for i in range(len(self.staging))
+            threading.Thread(target=self._guard, args=(i,), name=f"q38-load-{i}", daemon=True)
+            for i in range(readers)
         ]
         for thread in threads:
             thread.start()
@@ -150,11 +209,10 @@ class _Loading:
                 thread.join()
         except BaseException as error:  # Ctrl-C: let the readers stop before their memory goes
             self.error = self.error or error
+            self.target.stop()
             for thread in threads:
                 thread.join()
             raise
-        finally:
-            self.store.driver.synchronize(self.stream)
         if self.error is not None:
             raise self.error
 
@@ -164,21 +222,17 @@ class _Loading:
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             with self.lock:
                 self.error = self.error or error
+            self.target.stop()
 
     def _read(self, reader: int) -> None:
         buffer = aligned(0)
-        turn = 0
         while (unit := self._next()) is not None:
             if (needed := sum(room(e.begin, e.end) for e in unit.extents)) > len(buffer):
                 buffer = aligned(needed)
             data = self._fetch(unit, buffer)
             for row, pieces in groupby(unit.pieces, key=lambda p: p.row):
-                place = int(self.store.place[row])
-                if place < 0:
-                    self._assemble(self.store.pool.row(-1 - place), pieces, data)
-                else:
-                    self._stage(row, pieces, data, reader, turn % _STAGING, reused=turn >= _STAGING)
-                    turn += 1
+                self.placing.assemble(self.target.take(row, reader), pieces, data)
+                self.target.give(row, reader)
             with self.lock:
                 self.task.advance(sum(piece.nbytes for piece in unit.pieces))
 
@@ -194,72 +248,3 @@ class _Loading:
             start += room(extent.begin, extent.end)
             offset += extent.end - extent.begin
         return parts
-
-    def _stage(
-        self,
-        row: int,
-        pieces: Iterator[Piece],
-        data: list[tuple[int, Bytes]],
-        reader: int,
-        turn: int,
-        *,
-        reused: bool,
-    ) -> None:
-        """Assemble a device row in a pinned slot and enqueue its copy."""
-        driver, event, slot = (
-            self.store.driver,
-            self.events[reader][turn],
-            self.staging[reader, turn : turn + 1],
-        )
-        if reused:
-            driver.wait(event)
-        self._assemble(self.store.pool.row(int(slot[0])), pieces, data)
-        to, source = self.store.addresses(self.store.place[row : row + 1]), self.store.addresses(-1 - slot)
-        driver.copy(to, source, self.layout.row_bytes, self.stream)
-        driver.record(event, self.stream)
-
-    def _assemble(self, row: Bytes, pieces: Iterator[Piece], data: list[tuple[int, Bytes]]) -> None:
-        for piece in pieces:
-            offset, part = next(p for p in reversed(data) if p[0] <= piece.start)
-            self._place(row, piece, part[piece.start - offset : piece.start - offset + piece.nbytes])
-
-    def _place(self, row: Bytes, piece: Piece, source: Bytes) -> None:
-        """Put one tensor where the layout has it: gate columns left of up columns, down on its own."""
-        layout = self.layout
-        if piece.kind == "qzeros":
-            self._check_zeros(piece, source)
-            return
-        if piece.kind == "scales":
-            self._check_scales(piece, source)
-        words = piece.kind == "qweight"
-        if piece.proj == "down_proj":
-            start = layout.w2_offset if words else layout.w2_scale_offset
-            row[start : start + piece.nbytes] = source
-            return
-        start = layout.w13_offset if words else layout.w13_scale_offset
-        height = (layout.w13_shape if words else layout.w13_scale_shape)[0]
-        width = layout.intermediate * (4 if words else SCALE_BYTES)  # bytes of one projection's columns
-        both = row[start : start + 2 * height * width].reshape(
-            height, 2, width
-        )  # [K / codes, gate and up, bytes]
-        both[:, int(piece.proj == "up_proj")] = source.reshape(height, width)
-
-    def _check_scales(self, piece: Piece, source: Bytes) -> None:
-        exponent = _EXPONENT[self.plan.scale_dtype]
-        bad = int((source.view(np.uint16) & exponent == exponent).sum())
-        if bad:
-            raise InputError(
-                f"{bad} scales of {piece.name} are not finite",
-                where="experts",
-                remedy="quantize this layer again",
-            )
-
-    def _check_zeros(self, piece: Piece, source: Bytes) -> None:
-        stored = (1 << (self.layout.bits - 1)) - 1
-        word = sum(stored << shift for shift in range(0, 32, self.layout.bits))
-        if not (source.view(np.uint32) == word).all():
-            raise InputError(
-                f"{piece.name} is not symmetric (words other than {word:#010x})",
-                where="experts",
-                remedy="quantize with sym: true",
-            )

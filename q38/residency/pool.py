@@ -16,6 +16,7 @@ import mmap
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,9 @@ from q38.base.progress import SILENT, Progress, Task
 from q38.base.settings import cpu_count
 from q38.base.units import GIB, MIB, format_bytes
 from q38.residency.driver import CudaError, Driver
+
+if TYPE_CHECKING:
+    from q38.residency.shared import SharedMemory
 
 Bytes = NDArray[np.uint8]
 Index = NDArray[np.int64]
@@ -96,6 +100,29 @@ class Slots:
         self._taken[slots] = False
 
 
+def take_places(to_device: NDArray[np.bool_], device: Slots, host: Slots) -> Index:
+    """A free slot for each entry, the lowest first, all or none: device slot s as s, host slot s as -1 - s.
+
+    Raises:
+        ResourceError: too few are free on one side.
+    """
+    places = np.empty(len(to_device), np.int64)
+    count = int(to_device.sum())
+    taken = device.take(count)
+    try:
+        others = host.take(len(to_device) - count)
+    except ResourceError:
+        device.give(taken)
+        raise
+    places[to_device], places[~to_device] = taken, -1 - others
+    return places
+
+
+def pool_bytes(row_bytes: int, rows: int, scratch: int) -> int:
+    """Bytes of a pool: whole pages."""
+    return -(-max(rows * row_bytes + scratch, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 class HostPool:
     """Row slots in pinned memory, and a little scratch memory beside them.
 
@@ -106,6 +133,7 @@ class HostPool:
         limits: what the machine allows; probed by default.
         keep: bytes of host memory that must stay available beside the pool.
         threads: threads for the first touch; all cores by default.
+        shared: memory of that size (`pool_bytes`) which another process has touched and fills; the pool closes it.
 
     Raises:
         ResourceError: the memory is not there (the message gives the shortfall), or CUDA refuses to
@@ -123,20 +151,33 @@ class HostPool:
         keep: int = GIB,
         threads: int | None = None,
         progress: Progress = SILENT,
+        shared: SharedMemory | None = None,
     ) -> None:
         self.row_bytes, self.rows = row_bytes, rows
         self.requested = rows * row_bytes + scratch
-        self.pinned = -(-max(self.requested, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.pinned = pool_bytes(row_bytes, rows, scratch)
         self.slots = Slots(rows, name="host slots")
         self._driver = driver
         self._scratch = rows * row_bytes  # where the next piece of scratch starts
-        _check_limits(driver, self.pinned, limits or HostLimits.probe(), keep)
-        self._map = mmap.mmap(-1, self.pinned, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._registered = False
+        self._shared, self._registered = shared, False
+        limits = limits or HostLimits.probe()
+        if shared is None:
+            check_available(self.pinned, limits, keep)
+        elif shared.nbytes != self.pinned:
+            raise ValueError(f"{shared.nbytes} bytes of shared memory for a pool of {self.pinned}")
+        else:
+            check_available(0, limits, keep)  # what is touched is no longer available
+        _check_memlock(driver, self.pinned, limits)
+        self._map = (
+            mmap.mmap(-1, self.pinned, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if shared is None
+            else shared.map
+        )
         try:
-            self.memory: Bytes = np.frombuffer(self._map, np.uint8)
+            self.memory: Bytes = np.frombuffer(self._map, np.uint8) if shared is None else shared.memory
             self.address = self.memory.ctypes.data
-            _first_touch(self._map, self.memory, threads or cpu_count(), progress)
+            if shared is None:
+                _first_touch(self._map, self.memory, threads or cpu_count(), progress)
             self.device_address = driver.register(self.address, self.pinned)
             self._registered = True
             _PINNED[self.address] = self._map
@@ -174,13 +215,21 @@ class HostPool:
 
     def _unmap(self) -> None:
         self.memory = np.empty(0, np.uint8)
+        if self._shared is not None:
+            self._shared.close()
+            return
         try:
             self._map.close()
         except BufferError:  # a view of a row still lives; the mapping goes with the last one
             return
 
 
-def _check_limits(driver: Driver, nbytes: int, limits: HostLimits, keep: int) -> None:
+def check_available(nbytes: int, limits: HostLimits, keep: int) -> None:
+    """Refuse a pool that leaves less than `keep` bytes available.
+
+    Raises:
+        ResourceError: with the shortfall.
+    """
     room = limits.available - keep
     if nbytes > room:
         raise ResourceError(
@@ -189,6 +238,9 @@ def _check_limits(driver: Driver, nbytes: int, limits: HostLimits, keep: int) ->
             where="host memory",
             remedy="hold more experts in VRAM, close other programs, or raise the memory limit of the cgroup",
         )
+
+
+def _check_memlock(driver: Driver, nbytes: int, limits: HostLimits) -> None:
     if limits.memlock is not None and nbytes > limits.memlock and _counts_as_locked(driver):
         raise ResourceError(
             f"{format_bytes(nbytes)} to pin, {format_bytes(limits.memlock)} may be locked: "
@@ -235,6 +287,16 @@ def _first_touch(mapping: mmap.mmap, memory: Bytes, threads: int, progress: Prog
 
 
 def _touch(memory: Bytes, task: Task) -> None:
+    populate(memory)
+    task.advance(len(memory))
+
+
+def populate(memory: Bytes) -> None:
+    """Have the kernel back every page, writable; what is written there stays.
+
+    Raises:
+        ResourceError: it has no memory for them.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(len(memory)), _POPULATE_WRITE):
         code = ctypes.get_errno()
@@ -244,5 +306,4 @@ def _touch(memory: Bytes, task: Task) -> None:
                 where="host memory",
                 remedy="close other programs, or hold more experts in VRAM",
             )
-        memory[:: mmap.PAGESIZE] = 0  # kernels before 5.14
-    task.advance(len(memory))
+        memory[:: mmap.PAGESIZE] |= 0  # kernels before 5.14

@@ -6,10 +6,13 @@ unit, so each row is complete when its unit is, whatever the order of tensors in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from q38.base.errors import InputError
 from q38.checkpoint.header import TensorInfo
@@ -22,6 +25,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 KINDS = ("qweight", "scales", "qzeros")
 SCALE_DTYPES = ("F16", "BF16")
 _PARTS = tuple((proj, kind) for proj in PROJECTIONS for kind in KINDS)
+UNIT = 8 * 2**20  # bytes that one reader reads at once
 _MERGE = 2**16  # reading over a gap of this many bytes costs less than another request
 
 
@@ -63,7 +67,7 @@ Tensors = dict[tuple[str, str], TensorInfo]  # (projection, kind) -> tensor
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """All tensors by row, and the rows of each unit in file order. `scale_dtype` is F16 or BF16."""
+    """All tensors by row, and the rows of each unit in file order: those to read. `scale_dtype` is F16 or BF16."""
 
     rows: list[Tensors]
     groups: list[list[int]]
@@ -71,18 +75,26 @@ class ReadPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(info.nbytes for tensors in self.rows for info in tensors.values())
+        """Bytes of the tensors to read."""
+        return sum(info.nbytes for tensors in self._chosen() for info in tensors.values())
 
     @property
     def files(self) -> list[Path]:
-        """Files that hold experts."""
-        return sorted({info.file for tensors in self.rows for info in tensors.values()})
+        """Files that hold them."""
+        return sorted({info.file for tensors in self._chosen() for info in tensors.values()})
 
     @property
     def units(self) -> Iterator[Unit]:
         """The units in order, made as they are asked for: making them all takes as long as reading a gigabyte."""
         return (_unit(group, self.rows) for group in self.groups)
+
+    def only(self, wanted: NDArray[np.bool_], *, unit: int = UNIT) -> ReadPlan:
+        """The same, but for the rows in `wanted`, bool [rows]."""
+        order = (row for group in self.groups for row in group if wanted[row])
+        return replace(self, groups=_groups(self.rows, order, unit))
+
+    def _chosen(self) -> Iterator[Tensors]:
+        return (self.rows[row] for group in self.groups for row in group)
 
 
 def expert_layout(checkpoint: Checkpoint) -> ExpertLayout:
@@ -110,7 +122,7 @@ def expert_layout(checkpoint: Checkpoint) -> ExpertLayout:
     return ExpertLayout.from_shape(shape, group=group, bits=bits)
 
 
-def plan_reads(checkpoint: Checkpoint, layout: ExpertLayout, *, unit: int = 8 * 2**20) -> ReadPlan:
+def plan_reads(checkpoint: Checkpoint, layout: ExpertLayout, *, unit: int = UNIT) -> ReadPlan:
     """Find every tensor of every routed expert and group them into units of about `unit` bytes.
 
     Experts of the multi-token predictor (mtp.*) are no rows.
@@ -126,18 +138,21 @@ def plan_reads(checkpoint: Checkpoint, layout: ExpertLayout, *, unit: int = 8 * 
         for (proj, kind), info in tensors.items():
             _check(info, kind, shapes[proj, kind], scale_dtype)
     order = sorted(range(len(rows)), key=lambda row: min(map(_place, rows[row].values())))
+    return ReadPlan(rows, _groups(rows, order, unit), scale_dtype)
+
+
+def _groups(rows: list[Tensors], order: Iterable[int], unit: int) -> list[list[int]]:
+    """Rows in units of about `unit` bytes."""
     groups: list[list[int]] = []
-    group: list[int] = []
     size = 0
     for row in order:
         nbytes = sum(info.nbytes for info in rows[row].values())
-        if group and size + nbytes > unit:
-            groups.append(group)
-            group, size = [], 0
-        group.append(row)
+        if not groups or size + nbytes > unit:
+            groups.append([])
+            size = 0
+        groups[-1].append(row)
         size += nbytes
-    groups.append(group)
-    return ReadPlan(rows, groups, scale_dtype)
+    return groups
 
 
 def _find(checkpoint: Checkpoint, shape: ModelShape) -> list[Tensors]:

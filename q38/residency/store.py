@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from q38.base.errors import ResourceError
 from q38.residency.arena import Arena
 from q38.residency.driver import Addresses, CudaError, Driver
-from q38.residency.pool import HostPool, Index, Slots
+from q38.residency.pool import HostPool, Index, Slots, take_places
 from q38.residency.table import AddressTable
 
 Mask = NDArray[np.bool_]
@@ -237,16 +237,7 @@ class RowStore:
 
     def _take(self, to_device: Mask) -> Index:
         """A free slot for each entry, all or none."""
-        places = np.empty(len(to_device), np.int64)
-        count = int(to_device.sum())
-        device = self.device.take(count)
-        try:
-            host = self.pool.slots.take(len(to_device) - count)
-        except ResourceError:
-            self.device.give(device)
-            raise
-        places[to_device], places[~to_device] = device, -1 - host
-        return places
+        return take_places(to_device, self.device, self.pool.slots)
 
     def _switch(self, move: _Move) -> None:
         self.table.rewrite(move.rows, self.addresses(move.new), self.stream)

@@ -216,6 +216,11 @@ class Client:
             _check_status(response, where)
             return _json(_utf8(response.content, where), where)
 
+    def signal(self, path: str) -> None:
+        """POST without a body; what comes back does not matter. Raises as `models`."""
+        with self._errors(path) as where:
+            _check_status(self._http.post(path), where)
+
     def events(
         self, path: str, body: Mapping[str, Any]
     ) -> Generator[tuple[float, dict[str, Any]], None, None]:

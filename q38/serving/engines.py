@@ -56,6 +56,7 @@ class Launch:
     environment: variables beside this process's own.
     plan: lines for people, printed before loading; `figures` the same for JSON.
     read_ahead: (file, begin, end) in bytes, for the kernel to read while the child is still importing.
+    settle: address to POST to, without a body, once the first token came; the start does not depend on it.
     """
 
     command: list[str]
@@ -63,6 +64,7 @@ class Launch:
     plan: list[str] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     read_ahead: list[tuple[Path, int, int]] = field(default_factory=list)
+    settle: str | None = None
 
 
 @dataclass(frozen=True)

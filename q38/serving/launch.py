@@ -28,7 +28,9 @@ from q38.serving.preflight import preflight
 from q38.serving.records import Record, default_log, remove_record, write_record
 from q38.serving.sglang_settings import SglangSettings
 
+_AHEAD = 128 * 2**10  # bytes of one request
 _POLL_S = 0.2
+_SETTLE_S = 5.0  # a start waits no longer for what it does not depend on
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,8 @@ def started_child(
         with progress.task(f"starting engine {engine}", None, "s") as task:
             _wait_until_it_answers(options, child, begun + options.start_timeout_s, task, listens)
         load_s = time.monotonic() - begun
+        if launch.settle is not None:
+            _settle(options, child, launch.settle)
         ready = Record(**{**asdict(record), "state": "ready"})
         write_record(ready)
         record = ready
@@ -186,8 +190,9 @@ def read_ahead(parts: Iterable[tuple[Path, int, int]]) -> None:
         for file, group in itertools.groupby(parts, key=lambda part: part[0]):
             fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                for _, begin, end in group:
-                    os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+                for _, begin, end in group:  # a longer request the kernel cuts to the disk's read-ahead
+                    for at in range(begin, end, _AHEAD):
+                        os.posix_fadvise(fd, at, min(_AHEAD, end - at), os.POSIX_FADV_WILLNEED)
             finally:
                 os.close(fd)
 
@@ -213,6 +218,16 @@ def _wait_until_it_answers(
         _wait(options, child, deadline, task, "for the first token", answered.is_set)
     if failure:
         raise _failed(child, f"the server does not answer: {failure[0].what}")
+
+
+def _settle(options: ServeOptions, child: Child, path: str) -> None:
+    """Send the engine's request after the first token; a failure becomes a line of the log."""
+    try:
+        with Client(options.url, api_key=options.api_key or "none", stall_s=_SETTLE_S) as client:
+            client.signal(path)
+    except Q38Error as error:
+        with contextlib.suppress(OSError), child.log.open("a") as log:
+            log.write(f"q38 serve goes on without {path}: {error}\n")
 
 
 def _wait(

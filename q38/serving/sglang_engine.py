@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from q38.base.errors import InputError
-from q38.base.units import format_bytes
+from q38.base.units import GIB, format_bytes
 from q38.checkpoint.index import Checkpoint
 from q38.ple.fetch import obstacle
 from q38.serving.kv_choice import choose_kv
@@ -18,12 +18,25 @@ from q38.serving.records import control_socket
 from q38.serving.requirements import lacking
 from q38.serving.scope import scoped
 from q38.serving.sglang_plan import ServePlan, make_plan
-from q38.serving.sglang_settings import Resolved, command, environment, refuse_conflicts, resolve
+from q38.serving.sglang_settings import (
+    Resolved,
+    SglangSettings,
+    command,
+    environment,
+    refuse_conflicts,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from q38.serving.engines import Lack, Launch, ServeOptions
 
 _SOCKET_NAME = 100  # Linux takes 107 characters
+_READER = (
+    GIB  # the early reader's own memory, at most: modules, headers, a buffer a thread, device rows that wait
+)
+# Has SGLang's processes leave what they hold by then out of later garbage collections. SGLang asks itself after its
+# warm-up; without one it asks while it begins to listen, too early to reach anyone or for what the first token makes.
+_FREEZE_GC = "/freeze_gc"
 
 
 def lacks() -> list[Lack]:
@@ -81,6 +94,7 @@ def launch(options: ServeOptions) -> Launch:
         fewest_device_rows=plan.fewest_device_rows,
         reserve=plan.reserve,
         spare=plan.spare,
+        early_rows=_read_early(settings, resolved, plan),
         staging=plan.staging,
         control=str(control),
         kv=resolved.stored_kv,
@@ -105,7 +119,20 @@ def launch(options: ServeOptions) -> Launch:
         lines,
         plan.to_dict(),
         _read_ahead(checkpoint, plan),
+        _FREEZE_GC,
     )
+
+
+def _read_early(settings: SglangSettings, resolved: Resolved, plan: ServePlan) -> bool:
+    """Whether a process of its own is to read expert rows while SGLang is imported, and has the memory that it needs itself."""
+    if settings.early_rows is not None:
+        return settings.early_rows
+    return resolved.device != "cpu" and _spare_memory(plan) >= _READER
+
+
+def _spare_memory(plan: ServePlan) -> int:
+    """Bytes of host memory that nothing is planned for, or only the page cache."""
+    return plan.host.get("left", 0) + plan.host.get("n-gram page cache", 0)
 
 
 def _read_ahead(checkpoint: Checkpoint, plan: ServePlan) -> list[tuple[Path, int, int]]:
@@ -113,8 +140,8 @@ def _read_ahead(checkpoint: Checkpoint, plan: ServePlan) -> list[tuple[Path, int
     from q38.sglang_ext.selection import for_sglang
 
     found = list(checkpoint.match(lambda name: for_sglang(name, table_on_disk=True)))
-    room = plan.host.get("left", 0) + plan.host.get("n-gram page cache", 0)
-    return [(t.file, t.begin, t.end) for t in found] if sum(t.nbytes for t in found) <= room else []
+    fits = sum(t.nbytes for t in found) <= _spare_memory(plan)
+    return [(t.file, t.begin, t.end) for t in found] if fits else []
 
 
 def _arguments(options: ServeOptions, resolved: Resolved, checkpoint: Checkpoint, static: float) -> list[str]:

@@ -53,6 +53,7 @@ class SglangSettings:
     tp: GPUs that share the model; 1, since expert rows are addresses of one.
     kv_zeroed: write zeros into a quantized cache: the control of `q38 oracle kv`, and no option of `q38 serve`.
     kv_limit: the most bytes behind a quantized cache, for tests of what happens without memory; likewise no option.
+    early_rows: read expert rows while SGLang is imported; on a GPU by default. Likewise no option.
     """
 
     device: str | None = None
@@ -73,6 +74,7 @@ class SglangSettings:
     overlap: bool | None = None
     int8_mixes: bool | None = None
     check_finite: bool | None = None
+    early_rows: bool | None = None
 
     @property
     def given(self) -> list[str]:

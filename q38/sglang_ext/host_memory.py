@@ -19,6 +19,11 @@ from q38.residency.driver import Addresses
 if TYPE_CHECKING:
     import torch
 
+# Without letting go of the interpreter: to get it back from a busy thread takes longer than a row.
+_memmove = ctypes.PyDLL(None).memmove
+_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memmove.restype = ctypes.c_void_p
+
 
 class HostMemory:
     """`q38.residency.driver.Driver` over anonymous mappings."""
@@ -97,7 +102,7 @@ class HostMemory:
     def copy(self, to: Addresses, source: Addresses, nbytes: int, stream: int) -> None:
         """Copy at once."""
         for target, origin in zip(to.tolist(), source.tolist(), strict=True):
-            ctypes.memmove(target, origin, nbytes)
+            _memmove(target, origin, nbytes)
 
     def capturing(self, stream: int) -> bool:
         """Never."""

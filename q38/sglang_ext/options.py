@@ -27,6 +27,7 @@ class ExtensionOptions:
     fewest_device_rows: the fewest there will ever be; the pinned pool holds the rest. None: as `device_rows`.
     reserve: bytes of device memory that rows leave free (KV cache, graphs, working memory).
     spare: row slots kept free on both sides, so that rows can be exchanged.
+    early_rows: a process of its own begins to read the rows before SGLang is imported, where `device_rows` and `control` are given.
     staging: row slots in device memory that prompt steps copy their host rows to; 0: they read them in place.
     dense: how packed projections are computed, one of `DENSE`; on a CPU always "unpacked".
     control: Unix socket on which the process with the model takes changes of the rows; None: it takes none.
@@ -47,6 +48,7 @@ class ExtensionOptions:
     fewest_device_rows: int | None = None
     reserve: int = 0
     spare: int = 16
+    early_rows: bool = False
     staging: int = 0
     dense: str = "int8"
     control: str | None = None

@@ -7,23 +7,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from q38.base.errors import InputError, ResourceError
-from q38.base.units import GIB, format_bytes
+from q38.base.errors import ResourceError
+from q38.base.settings import cpu_count
+from q38.base.units import format_bytes
 from q38.checkpoint.index import Checkpoint
 from q38.model.shape import ModelShape
-from q38.residency import placement, profile
-from q38.residency.cache import ExpertCache, open_cache
+from q38.residency.attached import Attached, Unanswered
+from q38.residency.cache import ExpertCache, PoolPlan, open_cache
 from q38.residency.driver import Cuda, Driver
 from q38.residency.heat import hottest_overall
+from q38.residency.layout import ExpertLayout
 from q38.residency.loader import LoadReport, load_rows
-from q38.residency.shards import expert_layout, plan_reads
-from q38.residency.table import ENTRY
+from q38.residency.shards import ReadPlan, expert_layout, plan_reads
+from q38.residency.store import RowStore
+from q38.sglang_ext import early_rows
+from q38.sglang_ext.clock import at
 from q38.sglang_ext.control import ControlServer
 from q38.sglang_ext.gate import Gate
 from q38.sglang_ext.host_memory import HostMemory
 from q38.sglang_ext.options import ExtensionOptions
+from q38.sglang_ext.row_plan import KEEP, plan_rows, read_heat
 from q38.sglang_ext.staging import open_staging
 from q38.sglang_ext.traffic import Traffic
 
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-_KEEP = GIB  # host memory that stays available beside the pinned pool
 
 
 class ExpertRows:
@@ -58,23 +60,31 @@ class ExpertRows:
 
         shape = ModelShape.from_config(checkpoint.config)
         self.layout = expert_layout(checkpoint)
-        plan = plan_reads(checkpoint, self.layout)  # refuses before anything is allocated
-        self.scale_dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[plan.scale_dtype]
         driver, stream = _driver(device)
-        heat = _heat(options, shape.num_layers, shape.num_experts)
-        count = _rows_on_device(options, driver, self.layout.row_bytes, heat.size)
+        total = shape.num_layers * shape.num_experts
+        rows = plan_rows(
+            shape, self.layout, options, _rows_on_device(options, driver, self.layout.row_bytes, total)
+        )
+        early = _attach(options, rows.pool)
+        # Refuses before anything is allocated; the early reader has done so.
+        plan = None if early else plan_reads(checkpoint, self.layout)
         self.cache: ExpertCache = open_cache(
             driver,
             self.layout.row_bytes,
-            hottest_overall(heat, count),
-            heat,
+            rows.resident,
+            rows.heat,
             stream=stream,
             fewest=options.fewest_device_rows,
             spare=options.spare,
-            scratch=heat.size * ENTRY,
-            keep=_KEEP,
+            scratch=rows.scratch,
+            limits=None if early is None else early.limits(),
+            keep=KEEP,
+            shared=None if early is None else early.shared,
         )
-        self.loaded: LoadReport = load_rows(checkpoint, self.layout, self.cache.store, plan=plan)
+        if early is not None:
+            logger.info("q38 rows: %s", at("attached and registered"))
+        self.loaded = _load(checkpoint, self.layout, self.cache.store, plan, early)
+        self.scale_dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[self.loaded.scale_dtype]
         self.gate = Gate()
         self.others: dict[str, Callable[[], dict[str, Any]]] = {}
         self._device, self._top_k = device, shape.num_experts_per_tok
@@ -82,12 +92,11 @@ class ExpertRows:
         self.staging = open_staging(self.cache, self.layout, options.staging, self._top_k, device)
         self._table = self.cache.store.table.tensor()  # int64 [layers, experts]
         logger.info(
-            "q38: %d expert rows of %s, %d in device memory, %s pinned, read at %.2f GB/s",
-            heat.size,
+            "q38: %d expert rows of %s, %d in device memory, %s pinned",
+            total,
             format_bytes(self.layout.row_bytes),
-            count,
+            int(rows.resident.sum()),
             format_bytes(self.cache.store.pool.pinned),
-            self.loaded.gb_per_second,
         )
 
     def table(self, layer: int) -> torch.Tensor:
@@ -176,29 +185,46 @@ def _driver(device: torch.device) -> tuple[Driver, int]:
     return Cuda(device.index or 0), torch.cuda.current_stream(device).cuda_stream
 
 
-def _heat(options: ExtensionOptions, layers: int, experts: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """[layers, experts]: how often each row is expected to be read."""
-    return (
-        np.ones((layers, experts))
-        if options.profile is None
-        else read_heat(Path(options.profile), layers, experts)
-    )
-
-
-def read_heat(file: Path, layers: int, experts: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The heat of a routing profile, [layers, experts].
+def _attach(options: ExtensionOptions, pool: PoolPlan) -> Attached | None:
+    """The rows that a process of its own has begun to read; None where there is none, or it cannot help.
 
     Raises:
-        InputError: it is of another model.
+        InputError: it found the checkpoint to be at fault.
     """
-    found = placement.heat(profile.load(file))
-    if found.shape != (layers, experts):
-        raise InputError(
-            f"a profile of {found.shape[0]} x {found.shape[1]} experts, the model has {layers} x {experts}",
-            where=file,
-            remedy="build it for this model: q38 build-placement",
+    where = early_rows.address(options)
+    if where is None:
+        return None
+    try:
+        early = Attached(where, pool)
+    except Unanswered as why:
+        logger.warning("q38 rows: the early reader does not help (%s): reading all rows here", why)
+        return None
+    early.back(cpu_count())
+    return early
+
+
+def _load(
+    checkpoint: Checkpoint,
+    layout: ExpertLayout,
+    store: RowStore,
+    plan: ReadPlan | None,
+    early: Attached | None,
+) -> LoadReport:
+    """Fill the rows and the address table: with what the early reader reads, and by reading the rest."""
+    if early is not None:
+        missing = ~early.receive(store)
+        logger.info("q38 rows: %s", at(f"taken over: {early.told}"))
+        if early.report is not None and not missing.any():
+            store.publish()
+            return early.report
+        logger.warning(
+            "q38 rows: the early reader was lost (%s): reading %d rows here", early.lost, missing.sum()
         )
-    return found
+        # All are there, and yet it did not say so: nobody vouches for them.
+        plan = plan_reads(checkpoint, layout).only(missing if missing.any() else ~missing)
+    report = load_rows(checkpoint, layout, store, plan=plan)
+    logger.info("q38 rows: %s", at(f"read at {report.gb_per_second:.2f} GB/s"))
+    return report
 
 
 def _rows_on_device(options: ExtensionOptions, driver: Driver, row_bytes: int, total: int) -> int:

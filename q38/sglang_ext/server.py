@@ -8,6 +8,7 @@ from pathlib import Path
 
 from q38.base import settings
 from q38.base.errors import CheckFailed
+from q38.sglang_ext import early_rows
 from q38.sglang_ext.cpu import PLATFORM
 from q38.sglang_ext.options import given
 from q38.sglang_ext.routes import add_routes
@@ -27,6 +28,9 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         CheckFailed: SGLang did not load the extension.
     """
+    options = given()
+    if options is not None:
+        early_rows.start(options)
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -38,7 +42,6 @@ def run(arguments: Sequence[str]) -> None:
     server_args = prepare_server_args(list(arguments))
     key = settings.load().api_key
     server_args.api_key = None if key == "none" else key
-    options = given()
     if options is not None and options.control is not None:
         from sglang.srt.entrypoints.http_server import app
 

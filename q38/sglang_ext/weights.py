@@ -6,6 +6,7 @@ through the page cache for nothing.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,11 +14,14 @@ from typing import Any
 import torch
 
 from q38.checkpoint.index import Checkpoint
+from q38.sglang_ext.clock import at
 from q38.sglang_ext.hooks import Hook, exit_on_refusal
 from q38.sglang_ext.options import ExtensionOptions, resolve
 from q38.sglang_ext.selection import for_sglang
 from q38.sglang_ext.table_rows import TableRows
 from q38.sglang_ext.targets import LOADER
+
+logger = logging.getLogger(__name__)
 
 
 def hooks() -> list[Hook]:
@@ -40,6 +44,7 @@ def get_all_weights(
         rows.start()
     for info in checkpoint.match(lambda name: for_sglang(name, table_on_disk=on_disk)):
         yield info.name, checkpoint.read(info.name)
+    logger.info("q38 rows: %s", at("the other tensors are loaded"))
     rows.finish()
 
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from q38.base.errors import InputError, Q38Error, ResourceError
-from q38.serving import engines, records
+from q38.serving import engines, launch, records
 from q38.serving.child import Child, wait_for_exit
 from q38.serving.client import Client
 from q38.serving.engines import Engine, Launch
@@ -51,9 +51,9 @@ Start = Callable[..., Any]
 def start(monkeypatch: pytest.MonkeyPatch, tiny_source: Path, tmp_path: Path) -> Start:
     """running_server with this Python code as the engine."""
 
-    def run(code: str, **options: Any) -> Any:
+    def run(code: str, *, settle: str | None = None, **options: Any) -> Any:
         def launch(o: engines.ServeOptions) -> Launch:
-            return Launch([sys.executable, "-c", code, str(o.port)], plan=["plan: a line"])
+            return Launch([sys.executable, "-c", code, str(o.port)], plan=["plan: a line"], settle=settle)
 
         monkeypatch.setitem(engines.ENGINES, "fake", Engine("fake", "for tests", lambda: [], launch))
         return running_server(tiny_source, engine="fake", log=tmp_path / "server.log", **options)
@@ -83,6 +83,32 @@ def test_a_server_is_ready_once_it_has_answered_and_gone_after_the_block(start: 
     assert not psutil.pid_exists(server.pid)
     with Client(server.url) as client:
         assert not client.healthy()
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ("pass", None),
+        ("self.send_error(503); return", "HTTP 503"),
+        ("time.sleep(60)", "nothing came for 1 s"),
+    ],
+    ids=["done", "refused", "no answer"],
+)
+def test_the_request_after_the_first_token_is_sent_and_its_failure_is_only_logged(
+    start: Start, monkeypatch: pytest.MonkeyPatch, answer: str, told: str | None
+) -> None:
+    monkeypatch.setattr(launch, "_SETTLE_S", 1.0)
+    read = 'self.rfile.read(int(self.headers["Content-Length"]))'
+    code = ANSWERS.format(extra="import time").replace(
+        read,
+        f"{read}\n        print('asked', self.path, flush=True)\n        if self.path == '/settle': {answer}",
+    )
+    with start(code, settle="/settle") as server:
+        lines = server.log.read_text().splitlines()
+    asked = [line.split()[1] for line in lines if line.startswith("asked")]
+    assert asked == ["/v1/chat/completions", "/settle"]
+    failed = [line for line in lines if line.startswith("q38 serve goes on without /settle")]
+    assert [told in line for line in failed] == ([True] if told else [])
 
 
 def test_the_block_may_fail_and_the_server_still_ends(start: Start) -> None:

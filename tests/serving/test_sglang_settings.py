@@ -10,7 +10,7 @@ import pytest
 
 from q38.base.errors import InputError, ResourceError
 from q38.checkpoint.index import Checkpoint, read_json
-from q38.serving import sglang_plan
+from q38.serving import sglang_engine, sglang_plan
 from q38.serving.engines import ServeOptions
 from q38.serving.machine import Gpu
 from q38.serving.sglang_engine import launch
@@ -191,6 +191,28 @@ def test_what_cannot_fit_is_refused_with_the_shortfall(
 ) -> None:
     with pytest.raises(ResourceError, match=rf"{where}.*short"):
         started(tiny_packed, tiny_ple, **given)
+
+
+def reads_early(tiny_packed: Path, tiny_ple: Path, **given: Any) -> bool:
+    environment = started(tiny_packed, tiny_ple, context=1024, **given)[1]
+    return ExtensionOptions.from_json(environment["Q38_SGLANG"]).early_rows
+
+
+@pytest.mark.usefixtures("gpu")
+def test_rows_are_read_early_on_a_gpu_where_the_reader_has_memory(
+    tiny_packed: Path, tiny_ple: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert reads_early(tiny_packed, tiny_ple)
+    assert not reads_early(tiny_packed, tiny_ple, early_rows=False)
+    assert not reads_early(tiny_packed, tiny_ple, device="cpu")
+    assert reads_early(tiny_packed, tiny_ple, device="cpu", early_rows=True)
+    options = ServeOptions(tiny_packed, tiny_ple, port=7, sglang=SglangSettings(context=1024))
+    host = launch(options).figures["host"]
+    spare = host["left"] + host["n-gram page cache"]
+    monkeypatch.setattr(sglang_engine, "_READER", spare)
+    assert reads_early(tiny_packed, tiny_ple)
+    monkeypatch.setattr(sglang_engine, "_READER", spare + 1)
+    assert not reads_early(tiny_packed, tiny_ple)
 
 
 def test_without_a_gpu_there_is_no_plan_for_one(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +167,50 @@ def test_the_key_is_on_no_command_line_of_the_server(sglang_server: Server) -> N
     lines = [" ".join(p.cmdline()) for p in (process, *process.children(recursive=True))]
     assert len(lines) >= 3  # the server, its scheduler, its detokenizer
     assert not any("sesame" in line for line in lines)
+
+
+def test_every_process_froze_its_garbage_collector_after_the_first_token(sglang_server: Server) -> None:
+    """What a second freeze finds gathered since the first; a process that has imported SGLang holds some 1,000,000 objects."""
+    log = sglang_server.log
+    assert re.search(
+        r"POST /v1/chat/completions\S* HTTP.*POST /freeze_gc HTTP/1.1\" 200", log.read_text(), re.DOTALL
+    )
+
+    def post(path: str, body: dict[str, Any]) -> None:
+        answer = httpx.post(sglang_server.url + path, json=body, headers=KEY, timeout=60)
+        assert answer.status_code == 200, answer.text
+
+    def found() -> dict[str, int]:
+        lines = re.findall(
+            r"Freezing GC in (\w+).* process\. gen0: (\d+)->0, gen1: (\d+)->0, gen2: (\d+)->0",
+            log.read_text(),
+        )
+        return {name: sum(map(int, counts)) for name, *counts in lines}
+
+    post("/configure_logging", {"log_level": "debug"})
+    try:
+        post("/freeze_gc", {})
+        deadline = time.monotonic() + 60
+        while len(found()) < 3:
+            assert time.monotonic() < deadline, found()
+            time.sleep(0.1)
+    finally:
+        post("/configure_logging", {"log_level": "info"})
+    print(found())
+    assert found().keys() == {"Scheduler", "Tokenizer", "Detokenizer"}
+    assert all(count < 100_000 for count in found().values())
+
+
+def test_the_rows_were_read_while_sglang_was_imported(sglang_server: Server) -> None:
+    log = sglang_server.log.read_text()
+    stages = ("reader started", "pool touched", "attached and registered", "taken over: ")
+    places = [log.index(f"q38 rows: {stage}") for stage in stages]
+    assert places == sorted(places)
+    assert log.count("q38 rows: the other tensors are loaded") == 1
+    assert "reading" not in "".join(line for line in log.splitlines() if "q38 rows: " in line)
+    running = psutil.Process(sglang_server.pid).children(recursive=True)
+    assert not any("q38.sglang_ext.early_rows" in process.cmdline() for process in running)
+    assert all(process.status() != psutil.STATUS_ZOMBIE for process in running)
 
 
 def test_more_requests_than_run_at_once_are_queued_and_none_is_lost(
