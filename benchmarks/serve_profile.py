@@ -27,12 +27,13 @@ DECODE_STEPS = 8
 _GAP_US = 100.0  # a longer one is between steps or the host's
 # What a kernel belongs to, the first that matches its name.
 GROUPS = (
-    ("experts", r"gate_up|moe_decode|_down|^down|grouped|moe_prefill|^pack|moe_sort|place_rows|sum_slots|fused_moe"),
+    ("shared expert", r"gate_sigmoid_mul_add|act_and_mul"),
+    ("hyper-connections", r"hc_|hyper|^mix_(down|up)|^boundary$|^gate_parts$|grouped_gemma"),
+    ("experts", r"gate_up|moe_decode|_down|^down|grouped(?!_gemma)|moe_prefill|^pack|moe_sort|place_rows|sum_slots|fused_moe"),
     ("counting expert choices", r"count_experts|expert_count"),
     ("INT8 projections", r"gemv|int8|unpack_int8|_unpack"),
-    ("hyper-connections", r"hc_|hyper"),
     ("recurrence and convolution", r"delta|gated|conv1d|recurrent|chunk_|solve_tril|l2norm|cumsum|wy_fast"),
-    ("sparse attention", r"attn|attention|qsa|topk_512|fast_topk|indexer|flash|paged|clamp_position|kvcache|store_"),
+    ("sparse attention", r"attn|attend_|merge_splits|attention|qsa|topk_512|fast_topk|indexer|flash|paged|clamp_position|kvcache|store_"),
     ("routing", r"topk|softmax|router|gate"),
     ("norms", r"norm"),
     ("dense products", r"gemm|cutlass|nvjet|cublas|splitk|sm90_|matmul|wgmma"),

@@ -44,7 +44,9 @@ class ExpertCounter:
         threads = 256 if ids.numel() <= 256 else 1024
         stream = torch.cuda.current_stream(ids.device).cuda_stream
         dependent = torch.cuda.get_device_capability(ids.device)[0] >= 9
-        count.launch((1, 1), threads, (ids, ids.numel(), selections, reads), stream=stream, dependent=dependent)
+        count.launch(
+            (1, 1), threads, (ids, ids.numel(), selections, reads), stream=stream, dependent=dependent
+        )
 
     def read(self) -> NDArray[np.uint32]:
         """uint32 [2, layers, experts] on the host. Waits for the device."""

@@ -26,7 +26,7 @@ ENGINE = (
     "steps",
     "hyper_connections",
     "hyper_boundary",
-    "shared_tail",
+    "hyper_mix",
     "graph_output",
     "rope",
     "fp8_clamp",

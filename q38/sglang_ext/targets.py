@@ -25,7 +25,7 @@ POOL_SIZES = _SRT + "model_executor.pool_configurator.DefaultPoolConfigurator"
 ALLOCATOR = _SRT + "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
 QSA = _SRT + "layers.attention.qsa"
 HYPER = _SRT + "layers.hyperconnection"
-ELEMENTWISE = "sglang.kernels.ops.elementwise.elementwise"
+HC_MIX = "sglang.kernels.ops.gemm.hc_mix"
 FORWARD_BATCH = _SRT + "model_executor.forward_batch_info.ForwardBatch"
 
 
@@ -122,7 +122,7 @@ MECHANISMS = (
         "hyper-connections",
         "the matrices of the mix are rounded to INT8 on request",
         (HYPER + ".GatedResidual.__init__",),
-        (HYPER + ".GatedResidual", "sglang.kernels.ops.gemm.hc_mix.fused_hc_mix_supported"),
+        (HYPER + ".GatedResidual", HC_MIX + ".fused_hc_mix_supported"),
     ),
     Mechanism(
         "hyper-boundary",
@@ -139,14 +139,14 @@ MECHANISMS = (
         cuda=True,
     ),
     Mechanism(
-        "shared-tail",
-        "the shared expert joins the routed ones through a CUDA kernel in decode steps",
-        (ELEMENTWISE + "._launch_fused_gate_sigmoid_mul",),
+        "hyper-mix",
+        "the mix of a decode step in two launches, its matrices as they are",
+        (HC_MIX + ".fused_hc_mix",),
         (
-            ELEMENTWISE + ".fused_gate_sigmoid_mul_add",
-            ELEMENTWISE + "._fused_gate_sigmoid_mul_add_kernel",
-            _SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock.forward",
-            _SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock.forward_normal_dual_stream",
+            # What is rounded where, and which calls come here.
+            HC_MIX + "._hc_mix_persistent_kernel",
+            HC_MIX + ".fused_hc_mix_supported",
+            HYPER + ".GatedResidual.mix",
         ),
         cuda=True,
     ),

@@ -11,4 +11,6 @@ from q38.kernels.expert_counter import SOURCE
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120"])
 def test_it_compiles(arch: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    assert nvrtc.compile_cubin(SOURCE, {"EXPERTS": 512, "ACT_BF16": 0, "SCALE_BF16": 0}, arch)[:4] == b"\x7fELF"
+    assert (
+        nvrtc.compile_cubin(SOURCE, {"EXPERTS": 512, "ACT_BF16": 0, "SCALE_BF16": 0}, arch)[:4] == b"\x7fELF"
+    )
