@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from importlib import util
 from typing import Any
 
 import pytest
 import torch
 
-from q38.base.settings import child_env
 from q38.kernels.hyper_boundary import (
     Boundary,
     Norm,
@@ -21,6 +16,7 @@ from q38.kernels.hyper_boundary import (
     parts_reference,
 )
 from q38.kernels.reference import relative_error
+from tests.gpu import beside
 
 pytestmark = [
     pytest.mark.gpu,
@@ -165,20 +161,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def beside_sglang() -> dict[str, Any]:
     """q38's kernels and SGLang's on the same inputs, in a process of its own: SGLang changes transformers."""
-    if util.find_spec("sglang") is None:
-        pytest.skip("no sglang")
-    done = subprocess.run(
-        [sys.executable, "-c", BESIDE_SGLANG],
-        capture_output=True,
-        text=True,
-        env=child_env(drop=("Q38_SGLANG", "SGLANG_PLATFORM")),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if "absent" in found:
-        pytest.skip(f"SGLang's kernels do not run here ({found['absent']})")
-    return found
+    return beside.run(BESIDE_SGLANG)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

@@ -87,17 +87,6 @@ def test_the_norm_is_of_the_rounded_streams() -> None:
     assert not torch.equal(found.normed, plain_norm(exact, weight, 4).bfloat16())
 
 
-@pytest.fixture(scope="module")
-def compiler() -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
-    try:
-        from cuda.bindings import nvrtc as library
-
-        library.nvrtcVersion()
-    except RuntimeError as error:
-        pytest.skip(f"NVRTC is not installed ({error})")
-
-
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -14,17 +14,6 @@ from q38.residency.layout import ExpertLayout
 REAL = ExpertLayout(2560, 640)
 
 
-@pytest.fixture(scope="module")
-def compiler() -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
-    try:
-        from cuda.bindings import nvrtc as library
-
-        library.nvrtcVersion()
-    except RuntimeError as error:
-        pytest.skip(f"NVRTC is not installed ({error})")
-
-
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
 def test_the_decode_kernels_compile(arch: str) -> None:
