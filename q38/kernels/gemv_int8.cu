@@ -46,38 +46,17 @@ __device__ __forceinline__ u32 weights(u32 w) {
 #endif
 }
 
-__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-#if ACT_BF16
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-#else
-  mma(d, a0, a1, a2, a3, b0, b1, d);
-#endif
-}
-
 // One step of both tiles of columns against a tile of tokens.
 __device__ __forceinline__ void multiply_step(float (&acc)[2][4], const u32 (&a)[2][4], u32 b0, u32 b1) {
-  multiply(acc[0], a[0][0], a[0][1], a[0][2], a[0][3], b0, b1);
-  multiply(acc[1], a[1][0], a[1][1], a[1][2], a[1][3], b0, b1);
-}
-
-__device__ __forceinline__ float sigmoid(float v) { return 1.f / (1.f + __expf(-v)); }
-
-__device__ __forceinline__ float to_float(u16 v) {
-#if ACT_BF16
-  return __uint_as_float((u32)v << 16);
-#else
-  float r;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(v));
-  return r;
-#endif
+  mma_act(acc[0], a[0][0], a[0][1], a[0][2], a[0][3], b0, b1);
+  mma_act(acc[1], a[1][0], a[1][1], a[1][2], a[1][3], b0, b1);
 }
 
 // A warp has the 32 sums of a token. streams [m, OUTPUTS], BRANCHES times all channels.
 __device__ __forceinline__ void finish(float total, int token, int lane, const u16* streams, u16* out) {
 #if EPILOGUE == GATE
   const int channel = blockIdx.x * CHANNELS + lane % CHANNELS, branch = lane / CHANNELS;
-  float part = sigmoid(total) * to_float(streams[(long long)token * OUTPUTS + branch * (OUTPUTS / BRANCHES) + channel]);
+  float part = sigmoid(total) * act_low(streams[(long long)token * OUTPUTS + branch * (OUTPUTS / BRANCHES) + channel]);
 #pragma unroll
   for (int step = CHANNELS; step < 32; step *= 2) part += __shfl_xor_sync(~0u, part, step);
   if (branch == 0) out[(long long)token * (OUTPUTS / BRANCHES) + channel] = to_output(part / BRANCHES);

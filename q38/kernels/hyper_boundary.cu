@@ -30,13 +30,8 @@ __device__ __forceinline__ Eight unpack(uint4 words) {
   Eight e;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-#if ACT_BF16
-    e.v[2 * i] = __uint_as_float(w[i] << 16);
-    e.v[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
-#else
-    e.v[2 * i] = half_to_float((u16)w[i]);
-    e.v[2 * i + 1] = half_to_float((u16)(w[i] >> 16));
-#endif
+    e.v[2 * i] = act_low(w[i]);
+    e.v[2 * i + 1] = act_high(w[i]);
   }
   return e;
 }

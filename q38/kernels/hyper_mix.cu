@@ -31,33 +31,8 @@
 // A step of 32 inputs: tokens g and g + 8 against row g. The halves go to sums of their own: two short chains.
 __device__ __forceinline__ void multiply(float (&sums)[2][4], const uint4 (&x)[TILES], uint4 w) {
   const uint4 none = {}, low = x[0], high = TILES > 1 ? x[TILES - 1] : none;
-#if ACT_BF16
-#define MULTIPLY(d, a0, a1, a2, a3, b0, b1)                                                                      \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
-#else
-#define MULTIPLY(d, a0, a1, a2, a3, b0, b1) mma(d, a0, a1, a2, a3, b0, b1, d)
-#endif
-  MULTIPLY(sums[0], low.x, high.x, low.y, high.y, w.x, w.y);
-  MULTIPLY(sums[1], low.z, high.z, low.w, high.w, w.z, w.w);
-}
-
-__device__ __forceinline__ float sigmoid(float v) { return 1.f / (1.f + __expf(-v)); }
-
-__device__ __forceinline__ float first_of(u32 pair) {
-#if ACT_BF16
-  return __uint_as_float(pair << 16);
-#else
-  return half_to_float((u16)pair);
-#endif
-}
-
-__device__ __forceinline__ float second_of(u32 pair) {
-#if ACT_BF16
-  return __uint_as_float(pair & 0xffff0000u);
-#else
-  return half_to_float((u16)(pair >> 16));
-#endif
+  mma_act(sums[0], low.x, high.x, low.y, high.y, w.x, w.y);
+  mma_act(sums[1], low.z, high.z, low.w, high.w, w.z, w.w);
 }
 
 // Grid (RANK / 8, SPLIT). x [m, WIDTH], weights [RANK, WIDTH], partial [SPLIT, m, RANK].
@@ -150,8 +125,8 @@ mix_up(const u16* x, const u16* __restrict__ weights, const float* partial, u16*
 #pragma unroll
   for (int n = 0; n < TILES; ++n)
     *(float2*)&gated[stream][n * 8 + g][mine + 2 * t] =
-        make_float2(sigmoid(acc[0][2 * n] + acc[1][2 * n]) * first_of(pair[n]),
-                    sigmoid(acc[0][2 * n + 1] + acc[1][2 * n + 1]) * second_of(pair[n]));
+        make_float2(sigmoid(acc[0][2 * n] + acc[1][2 * n]) * act_low(pair[n]),
+                    sigmoid(acc[0][2 * n + 1] + acc[1][2 * n + 1]) * act_high(pair[n]));
   __syncthreads();
   for (int i = threadIdx.x; i < m * CHANNELS; i += UP_WARPS * 32) {
     const int token = i / CHANNELS, channel = i % CHANNELS;

@@ -101,6 +101,23 @@ __device__ __forceinline__ float scale_high(u32 v) {
 #endif
 }
 
+// The two activations of a pair.
+__device__ __forceinline__ float act_low(u32 pair) {
+#if ACT_BF16
+  return __uint_as_float(pair << 16);
+#else
+  return half_to_float((u16)pair);
+#endif
+}
+
+__device__ __forceinline__ float act_high(u32 pair) {
+#if ACT_BF16
+  return __uint_as_float(pair & 0xffff0000u);
+#else
+  return half_to_float((u16)(pair >> 16));
+#endif
+}
+
 __device__ __forceinline__ u32 pack_half2(float low, float high) {
   u32 v;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
@@ -119,17 +136,23 @@ __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
+// The same for pairs of activations, added to d.
+__device__ __forceinline__ void mma_act(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if ACT_BF16
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#else
+  mma(d, a0, a1, a2, a3, b0, b1, d);
+#endif
+}
+
+__device__ __forceinline__ float sigmoid(float v) { return 1.f / (1.f + __expf(-v)); }
+
 // A lane's four activations of one group: inputs 16 kw + 2q, +1, +8, +9 with kw = lane / 4, q = lane % 4.
 __device__ __forceinline__ float4 load_activations(const u16* x, int group, int lane) {
   const u32* p = (const u32*)(x + group * 128 + (lane >> 2) * 16 + (lane & 3) * 2);
   const u32 a = p[0], b = p[4];
-#if ACT_BF16
-  return make_float4(__uint_as_float(a << 16), __uint_as_float(a & 0xffff0000u), __uint_as_float(b << 16),
-                     __uint_as_float(b & 0xffff0000u));
-#else
-  return make_float4(half_to_float((u16)a), half_to_float((u16)(a >> 16)), half_to_float((u16)b),
-                     half_to_float((u16)(b >> 16)));
-#endif
+  return make_float4(act_low(a), act_high(a), act_low(b), act_high(b));
 }
 
 __device__ __forceinline__ u32 max_magnitude(float4 v) {

@@ -16,13 +16,8 @@ sum_slots(const u32* partial, const int* ids, u32* __restrict__ out) {
     const long long slot = (long long)blockIdx.x * TOP_K + k;
     if (ids[slot] < 0) continue;
     const u32 v = partial[slot * (OUTPUTS / 2) + pair];
-#if ACT_BF16
-    low += __uint_as_float(v << 16);
-    high += __uint_as_float(v & 0xffff0000u);
-#else
-    low += half_to_float((u16)v);
-    high += half_to_float((u16)(v >> 16));
-#endif
+    low += act_low(v);
+    high += act_high(v);
   }
   out[(long long)blockIdx.x * (OUTPUTS / 2) + pair] = to_output(low) | (u32)to_output(high) << 16;
 }
