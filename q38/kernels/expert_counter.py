@@ -42,11 +42,8 @@ class ExpertCounter:
         constants = {"EXPERTS": self.counts.shape[2], "ACT_BF16": 0, "SCALE_BF16": 0}
         (count,) = nvrtc.load_kernels(SOURCE, constants, ("count_experts",))
         threads = 256 if ids.numel() <= 256 else 1024
-        stream = torch.cuda.current_stream(ids.device).cuda_stream
-        dependent = torch.cuda.get_device_capability(ids.device)[0] >= 9
-        count.launch(
-            (1, 1), threads, (ids, ids.numel(), selections, reads), stream=stream, dependent=dependent
-        )
+        arguments = (ids, ids.numel(), selections, reads)
+        count.launch((1, 1), threads, arguments, **nvrtc.in_order(ids.device))
 
     def read(self) -> NDArray[np.uint32]:
         """uint32 [2, layers, experts] on the host. Waits for the device."""

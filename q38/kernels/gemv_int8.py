@@ -118,7 +118,7 @@ class GemvInt8:
             rows = self.config.split * MAX_TOKENS if self.config.split > 1 else 1
             self._partial = torch.empty(rows, n, dtype=torch.float32, device=words.device)
             self._tickets = torch.zeros(n // COLUMNS, dtype=torch.int32, device=words.device)
-            self._dependent = torch.cuda.get_device_capability(words.device)[0] >= 9
+            self._dependent = nvrtc.takes_dependent(words.device)
 
     def __call__(
         self, x: torch.Tensor, out: torch.Tensor | None = None, *, streams: torch.Tensor | None = None

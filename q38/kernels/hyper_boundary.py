@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -69,7 +68,9 @@ def gate_parts(normed: torch.Tensor, inject: torch.Tensor) -> torch.Tensor:
     parts = torch.empty(len(normed), branches, branches, dtype=torch.float32, device=normed.device)
     constants = defines(hidden, branches, normed.dtype, norm=False, gates=False)
     (kernel,) = nvrtc.load_kernels(SOURCE, constants, ("gate_parts",))
-    kernel.launch((len(normed), branches), hidden // 16, (normed, inject, parts), **_where(normed))
+    kernel.launch(
+        (len(normed), branches), hidden // 16, (normed, inject, parts), **nvrtc.in_order(normed.device)
+    )
     return parts
 
 
@@ -126,7 +127,7 @@ def cross(
             unused if following is None else following,
             norm.eps if norm else 0.0,
         ),
-        **_where(streams),
+        **nvrtc.in_order(streams.device),
     )
     return Boundary(combined, normed, following)
 
@@ -174,13 +175,6 @@ def _hidden(streams: torch.Tensor, branches: int, *weights: torch.Tensor) -> int
             remedy=f"give at most {MAX_TOKENS} contiguous rows and weights of their dtype",
         )
     return hidden
-
-
-def _where(tensor: torch.Tensor) -> dict[str, Any]:
-    return {
-        "stream": torch.cuda.current_stream(tensor.device).cuda_stream,
-        "dependent": torch.cuda.get_device_capability(tensor.device)[0] >= 9,
-    }
 
 
 def parts_reference(normed: torch.Tensor, inject: torch.Tensor) -> torch.Tensor:

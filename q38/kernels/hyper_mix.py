@@ -14,7 +14,6 @@ INT8 matrices: gated_mix.py.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -60,10 +59,7 @@ def mix(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, branches: int) ->
     out = torch.empty(m, hidden, dtype=x.dtype, device=x.device)
     constants = defines(hidden, branches, rank, m, x.dtype)
     first, second = nvrtc.load_kernels(SOURCE, constants, ("mix_down", "mix_up"))
-    where: dict[str, Any] = {
-        "stream": torch.cuda.current_stream(x.device).cuda_stream,
-        "dependent": torch.cuda.get_device_capability(x.device)[0] >= 9,
-    }
+    where = nvrtc.in_order(x.device)
     first.launch((rank // _ROWS, split), 32 * _WARPS, (x, down, partial, m), **where)
     threads = 32 * branches * (_CHANNELS // _ROWS)
     second.launch((hidden // _CHANNELS, 1), threads, (x, up, partial, out, m), **where)

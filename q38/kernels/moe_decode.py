@@ -233,7 +233,7 @@ class DecodeLaunch:
         self._shared2 = top_k * config.depth2 * STAGE2
         self._gate_up.allow_shared(_shared13(layout, config, config.batch))
         self._down.allow_shared(self._shared2)
-        self._dependent = config.dependent and torch.cuda.get_device_capability(device)[0] >= 9
+        self._dependent = config.dependent and nvrtc.takes_dependent(device)
 
     @property
     def registers(self) -> tuple[int, int]:

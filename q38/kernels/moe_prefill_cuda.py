@@ -153,7 +153,7 @@ def run(
     """
     if (reason := missing(layout, x.device)) is not None:
         raise ResourceError(reason, where="prefill kernel", remedy="use the Triton backend")
-    experts, dependent = table.numel(), torch.cuda.get_device_capability(x.device)[0] >= 9
+    experts, dependent = table.numel(), nvrtc.takes_dependent(x.device)
     tile = tile_of(config or default_config(x.device, ids.numel(), experts))
     sort = sort_slots(ids, experts, tile.block_tokens, None if parts is None else parts.positions)
     gate_up = _Product(True, x.shape[0], ids, layout, tile, sort, x.dtype, scale_dtype)
@@ -204,7 +204,7 @@ class _Product:
         self.back = torch.empty(rows, dtype=torch.float32, device=device)
         self.out = torch.empty(self.slots, outputs, dtype=dtype, device=device)
         self.stream = torch.cuda.current_stream(device).cuda_stream
-        self.dependent = torch.cuda.get_device_capability(device)[0] >= 9
+        self.dependent = nvrtc.takes_dependent(device)
 
     def pack(self, source: torch.Tensor, blocks: int, begin: int, end: int) -> None:
         """Pack the inputs: of gate-up all of them, of down those of the experts from begin to before end."""

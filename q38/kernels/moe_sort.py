@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -74,10 +74,7 @@ def _sort_cuda(ids: torch.Tensor, experts: int, block_m: int, positions: torch.T
     count, plan, place = nvrtc.load_kernels(SOURCE, defines(experts, block_m), ("count", "plan", "place"))
     sizes = (tiles * experts, slots, room, room, room, experts + 1, experts + 1)
     starts, order, *blocks = (torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes)
-    on: dict[str, Any] = {
-        "stream": torch.cuda.current_stream(ids.device).cuda_stream,
-        "dependent": torch.cuda.get_device_capability(ids.device)[0] >= 9,
-    }
+    on = nvrtc.in_order(ids.device)
     count.launch((tiles, 1), 32 * WARPS, (ids, positions, starts, slots), **on)
     plan.launch((1, 1), 1024, (starts, *blocks, tiles, room), **on)
     place.launch((tiles, 1), 32 * WARPS, (ids, positions, starts, order, slots), **on)

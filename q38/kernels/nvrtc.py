@@ -11,11 +11,14 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from q38.base import settings
 from q38.base.errors import ResourceError
 from q38.kernels.compile_cache import cache_key, cached
+
+if TYPE_CHECKING:
+    import torch
 
 _TYPES = {int: ctypes.c_int, float: ctypes.c_float}
 
@@ -73,6 +76,21 @@ class Kernel:
         driver = _driver()
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
         return int(check(driver.cuFuncGetAttribute(attribute, self.handle), self.name))
+
+
+def takes_dependent(device: torch.device) -> bool:
+    """Whether a device has programmatic dependent launches, see `Kernel.launch`."""
+    import torch
+
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def in_order(device: torch.device) -> dict[str, Any]:
+    """`stream` and `dependent` of a launch: after what torch has enqueued, dependent where the device can."""
+    import torch
+
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return {"stream": stream, "dependent": takes_dependent(device)}
 
 
 def available() -> str | None:
