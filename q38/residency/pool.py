@@ -292,18 +292,28 @@ def _touch(memory: Bytes, task: Task) -> None:
 
 
 def populate(memory: Bytes) -> None:
-    """Have the kernel back every page, writable; what is written there stays.
+    """Have the kernel back every page, writable; what is written there stays, if nobody writes meanwhile.
+
+    Raises:
+        ResourceError: it has no memory for them.
+    """
+    if not prefault(memory):
+        memory[:: mmap.PAGESIZE] |= 0
+
+
+def prefault(memory: Bytes) -> bool:
+    """The same by the kernel alone, whoever else writes; False where it cannot (before 5.14).
 
     Raises:
         ResourceError: it has no memory for them.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(len(memory)), _POPULATE_WRITE):
-        code = ctypes.get_errno()
-        if code in (errno.ENOMEM, errno.EFAULT):
-            raise ResourceError(
-                f"the kernel could not back {format_bytes(len(memory))} of it",
-                where="host memory",
-                remedy="close other programs, or hold more experts in VRAM",
-            )
-        memory[:: mmap.PAGESIZE] |= 0  # kernels before 5.14
+    if not libc.madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(len(memory)), _POPULATE_WRITE):
+        return True
+    if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
+        raise ResourceError(
+            f"the kernel could not back {format_bytes(len(memory))} of it",
+            where="host memory",
+            remedy="close other programs, or hold more experts in VRAM",
+        )
+    return False

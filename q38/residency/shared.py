@@ -16,7 +16,7 @@ import numpy as np
 
 from q38.base.errors import ResourceError
 from q38.base.units import MIB
-from q38.residency.pool import Bytes, populate
+from q38.residency.pool import Bytes, populate, prefault
 
 HUGE = 2 * MIB  # of x86-64 and of arm64 with 4 KiB pages; elsewhere collapsing is refused and small pages do
 _COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1; Python has no name for it
@@ -68,10 +68,13 @@ class SharedMemory:
         return cls(fd, nbytes)
 
     def back(self, threads: int) -> None:
-        """Enter every page into this process's page tables, several threads at once: pinning would do it page by page."""
+        """Enter every page into this process's page tables, several threads at once: pinning would do it page by page.
+
+        Only by the kernel: another process may be writing there.
+        """
         stripes = (self.memory[s : s + _STRIPE] for s in range(0, self.nbytes, _STRIPE))
         with ThreadPoolExecutor(min(threads, _THREADS)) as workers:
-            for _ in workers.map(populate, stripes):
+            for _ in workers.map(prefault, stripes):
                 pass
 
     def close(self) -> None:

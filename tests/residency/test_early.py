@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from q38.base.errors import InputError, ResourceError
 from q38.base.units import GIB
 from q38.checkpoint.index import Checkpoint
+from q38.residency import pool as pool_module
 from q38.residency import shared as shared_module
 from q38.residency.cache import open_cache, plan_pool
 from q38.residency.early import EarlyReader, Work, lines, pool_key, send, tail_offset
@@ -244,6 +245,14 @@ def test_touching_backs_every_page_and_keeps_what_is_there(monkeypatch: pytest.M
     memory.memory[:] = 7
     memory.back(2)
     assert (memory.memory == 7).all()
+    memory.close()
+
+
+def test_backing_never_writes_where_another_process_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_POPULATE_WRITE", 999)  # as a kernel before 5.14
+    memory = SharedMemory.create(4 * mmap.PAGESIZE)
+    memory.memory.flags.writeable = False
+    memory.back(2)
     memory.close()
 
 
