@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -54,16 +54,28 @@ class Attached:
         self._tail: SharedMemory | None = None
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.settimeout(silence_s)
-        try:
-            self._connection.connect(address)
-            pid, uid = peer(self._connection)
-            if uid != os.geteuid():
-                raise Unanswered("another user's process answers")
-            # The process that made the socket, as long as the reader has not got to listening for itself.
-            if pid not in (os.getpid(), os.getppid(), os.getpgrp()):
-                self._reader = os.pidfd_open(pid)
-            send(self._connection, {"pool": pool_key(pool)})
-            text, fds, _, _ = socket.recv_fds(self._connection, _HELLO, 1)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            try:
+                self._map(self._ask(address, pool), pool, undo)
+            except (OSError, ValueError, KeyError, ResourceError) as error:
+                raise Unanswered(str(error)) from None
+            undo.pop_all()
+
+    def _ask(self, address: str | bytes, pool: PoolPlan) -> Message:
+        """The reader's first message, with the descriptor of its memory as "fd". Raises as `__init__`."""
+        self._connection.connect(address)
+        pid, uid = peer(self._connection)
+        if uid != os.geteuid():
+            raise Unanswered("another user's process answers")
+        # The process that made the socket, as long as the reader has not got to listening for itself.
+        if pid not in (os.getpid(), os.getppid(), os.getpgrp()):
+            self._reader = os.pidfd_open(pid)
+        send(self._connection, {"pool": pool_key(pool)})
+        text, fds, _, _ = socket.recv_fds(self._connection, _HELLO, 1)
+        with ExitStack() as undo:
+            for fd in fds:
+                undo.callback(os.close, fd)
             self._messages = lines(self._connection, text)
             hello = next(self._messages, None)
             if hello is None:
@@ -73,16 +85,16 @@ class Attached:
                 raise Unanswered(str(hello.get("failed", hello)))
             if self._reader is None:
                 self._reader = os.pidfd_open(hello["pid"])
-            self.shared = SharedMemory(fds[0], pool.nbytes)
-            self._slots = pool.slots
-            if behind := hello["ahead"] * pool.row_bytes:
-                self._tail = SharedMemory(os.dup(fds[0]), behind, tail_offset(pool))
-        except (OSError, ValueError, KeyError, ResourceError) as error:
-            self.close()
-            raise Unanswered(str(error)) from None
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
+        return {**hello, "fd": fds[0]}
+
+    def _map(self, hello: Message, pool: PoolPlan, undo: ExitStack) -> None:
+        """Map the pool, and what lies behind it. A mapping that nobody uses would keep the memory."""
+        self.shared = SharedMemory(hello["fd"], pool.nbytes)
+        undo.callback(self.shared.close)
+        self._slots = pool.slots
+        if behind := hello["ahead"] * pool.row_bytes:
+            self._tail = SharedMemory(os.dup(self.shared.fd), behind, tail_offset(pool))
 
     def limits(self) -> HostLimits:
         """What the machine allows, counting as available what will be given back after loading."""

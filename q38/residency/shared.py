@@ -39,7 +39,12 @@ class SharedMemory:
     def __init__(self, fd: int, nbytes: int, offset: int = 0) -> None:
         self.fd, self.nbytes = fd, nbytes
         # Addresses to choose an aligned one from; the file is then mapped over them and goes when they go.
-        self.map = mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        try:
+            self.map = mmap.mmap(-1, nbytes + HUGE, flags=flags)
+        except OSError as error:
+            os.close(fd)
+            raise ResourceError(f"no addresses ({error.strerror})", where="shared memory") from None
         around = np.frombuffer(self.map, np.uint8)
         start = -around.ctypes.data % HUGE
         self.memory: Bytes = around[start : start + nbytes]

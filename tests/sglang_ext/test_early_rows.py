@@ -20,11 +20,12 @@ import pytest
 import torch
 
 from q38.base import settings
-from q38.base.errors import InputError
+from q38.base.errors import InputError, ResourceError
 from q38.checkpoint.index import Checkpoint
 from q38.checkpoint.packing import symmetric_zeros
 from q38.residency import attached
 from q38.residency.attached import Attached, Unanswered
+from q38.residency.shared import SharedMemory
 from q38.sglang_ext import early_rows
 from q38.sglang_ext.options import ExtensionOptions
 from q38.sglang_ext.residency import ExpertRows
@@ -81,6 +82,15 @@ def reading(capfd: pytest.CaptureFixture[str]) -> Reading:
             until(lambda: not readers())
 
     return started
+
+
+def descriptors() -> int:
+    """Of shared memory for rows, in this process."""
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one that lists them is gone
+            found += "q38-rows" in str(descriptor.readlink())
+    return found
 
 
 def opened(options: ExtensionOptions) -> ExpertRows:
@@ -278,6 +288,36 @@ def test_none_is_started_where_it_would_not_know_what_to_read(
     rows = opened(options)
     assert len(set(contents(rows))) == ROWS
     rows.cache.close()
+
+
+@pytest.mark.parametrize("mapped", [0, 1])
+def test_memory_that_cannot_be_mapped_is_let_go(
+    reading: Reading,
+    options: ExtensionOptions,
+    expected: list[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mapped: int,
+) -> None:
+    """The pool alone, or what lies behind it: the server would hold tens of gigabytes twice."""
+    made: list[SharedMemory] = []
+
+    def refuse(fd: int, nbytes: int, offset: int = 0) -> SharedMemory:
+        if len(made) == mapped:
+            os.close(fd)  # as SharedMemory does
+            raise ResourceError("cannot be mapped", where="shared memory")
+        made.append(SharedMemory(fd, nbytes, offset))
+        return made[-1]
+
+    monkeypatch.setattr(attached, "SharedMemory", refuse)
+    before = descriptors()
+    with reading(options, ahead=early_rows.AHEAD):
+        rows = opened(options)
+        assert not readers()
+        assert all(memory.memory.size == 0 for memory in made)
+        assert descriptors() == before
+        check(rows, expected)
+    assert "cannot be mapped" in caplog.text
 
 
 def test_a_second_server_of_the_same_name_reads_by_itself(
