@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from q38.base.errors import InputError
+from q38.checkpoint.index import read_json
 from q38.model.shape import ModelShape
 
 TOKENS = (*range(16, 2049, 64), 17, 1000, 1801, 1808, 2000, 2500, 3000, 3904, 4095, 4096)
@@ -67,7 +69,11 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="directory with a config.json")
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
-    sizes = shapes(ModelShape.from_config(json.loads((arguments.model / "config.json").read_text())))
+    try:
+        config = read_json(arguments.model / "config.json")
+    except InputError as error:
+        parser.error(str(error))
+    sizes = shapes(ModelShape.from_config(config))
     if arguments.device == "cuda":
         found = torch.cuda.get_device_properties(0)
         sys.stdout.write(
