@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from q38.serving.engines import Lack, Launch, ServeOptions
 
 _SOCKET_NAME = 100  # Linux takes 107 characters
-_READER = (
-    GIB  # the early reader's own memory, at most: modules, headers, a buffer a thread, device rows that wait
-)
+# The early reader's own memory, at most: modules, headers, a buffer a thread, device rows that wait.
+_READER = GIB
 # Has SGLang's processes leave what they hold by then out of later garbage collections. SGLang asks itself after its
 # warm-up; without one it asks while it begins to listen, too early to reach anyone or for what the first token makes.
 _FREEZE_GC = "/freeze_gc"

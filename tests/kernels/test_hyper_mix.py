@@ -70,17 +70,11 @@ def test_silu_is_rounded_and_nothing_between_it_and_the_result() -> None:
     assert torch.equal(found, exact.bfloat16())
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("hidden", "branches", "rank"), [(2560, 4, 320), (4096, 8, 512), (48, 2, 32)])
 def test_both_launches_compile(arch: str, dtype: torch.dtype, hidden: int, branches: int, rank: int) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
-    try:
-        from cuda.bindings import nvrtc as library
-
-        library.nvrtcVersion()
-    except RuntimeError as error:
-        pytest.skip(f"NVRTC is not installed ({error})")
     for tokens in (1, 16):
         cubin = nvrtc.compile_cubin(SOURCE, defines(hidden, branches, rank, tokens, dtype), arch)
         assert b".text.mix_down" in cubin and b".text.mix_up" in cubin
