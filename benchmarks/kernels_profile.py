@@ -16,10 +16,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from q38.kernels.gemv_int8 import GemvInt8, Int8Config
 from q38.kernels.kv_cache import KvTiers, gather_rows, gather_rows_tiered
-from q38.kernels.kv_formats import INT4_G32, INT8_G64
 from q38.kernels.moe_decode import DecodeConfig, MoeDecode
 from q38.kernels.moe_prefill import moe_prefill
 from q38.kernels.samples import random_rows, row_addresses, uniform_routing
+from q38.model.kv_format import INT4_G32, INT8_G64
 from q38.residency.layout import ExpertLayout
 
 HIDDEN, INTER, EXPERTS, TOP_K = 2560, 640, 64, 10

@@ -5,7 +5,7 @@
     PYTHONPATH=. python -m benchmarks.serve_agreement compare TINY answers.json      # where transformers and AutoRound are
     PYTHONPATH=. python -m benchmarks.serve_agreement record TINY answers.json --device cpu --kv bf16
 
-`record` starts one server for each KV format, has it score random texts, and lets it go on from them, greedy, step by
+`record` starts one server for each KV format (on a GPU all at the same time), has it score random texts, and lets it go on from them, greedy, step by
 step. `compare` scores the same tokens, the decoded ones included, with transformers in float32 on the same packed
 weights, and prints mean and largest |difference| in nats, beside the difference that bfloat16 alone makes in transformers.
 """
@@ -16,6 +16,7 @@ import argparse
 import json
 import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ import httpx
 import numpy as np
 import torch
 
+from q38.base.units import GIB
 from q38.serving.launch import Server, running_server
 from q38.serving.sglang_settings import SglangSettings
 
 LENGTHS = (40, 200, 700, 1000)  # tokens; below the budget of the sparse attention all of them are attended to
 DECODED = 64
+GPU_MEMORY = 12 * GIB  # of each server
 _SEED = 38
 
 
@@ -39,15 +42,25 @@ def texts(vocabulary: range) -> list[list[int]]:
 
 def record(arguments: argparse.Namespace) -> None:
     """{format: [{"ids", "prompt": log-probabilities from the second token on, "decoded"}]} to the file."""
-    found = {}
-    for kv in arguments.kv.split(","):
-        settings = SglangSettings(
-            device=arguments.device, context=2048, chunk=512, kv=kv, resident=arguments.resident
-        )
-        with running_server(arguments.model, engine="sglang", sglang=settings, log=arguments.log) as server:
-            found[kv] = [answer(server, ids) for ids in texts(range(10, 1000))]
-        sys.stdout.write(f"recorded {kv}\n")
+    formats = arguments.kv.split(",")
+    with ThreadPoolExecutor(1 if arguments.device == "cpu" else len(formats)) as pool:
+        answers = pool.map(lambda kv: of_format(arguments, kv), formats)
+        found = dict(zip(formats, answers, strict=True))
     arguments.answers.write_text(json.dumps(found))
+
+
+def of_format(arguments: argparse.Namespace, kv: str) -> list[dict[str, Any]]:
+    """The answers of a server of its own."""
+    settings = SglangSettings(
+        device=arguments.device, context=2048, chunk=512, kv=kv, resident=arguments.resident,
+        gpu_memory=None if arguments.device == "cpu" else GPU_MEMORY,
+    )  # fmt: skip
+    log = arguments.logs / f"agreement-{kv}.log" if arguments.logs else None
+    with running_server(arguments.model, engine="sglang", sglang=settings, log=log) as server:
+        answers = [answer(server, ids) for ids in texts(range(10, 1000))]
+    sys.stdout.write(f"recorded {kv}, ready after {server.load_s:.0f} s\n")
+    sys.stdout.flush()
+    return answers
 
 
 def answer(server: Server, ids: list[int]) -> dict[str, Any]:
@@ -117,7 +130,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"])
     parser.add_argument("--kv", default="bf16,int8,int8ring_int4,int4,fp8")
     parser.add_argument("--resident", type=int, help="experts of each layer in device memory")
-    parser.add_argument("--log", type=Path)
+    parser.add_argument("--logs", type=Path, help="directory for the servers' logs")
     arguments = parser.parse_args()
     {"record": record, "compare": compare}[arguments.action](arguments)
 

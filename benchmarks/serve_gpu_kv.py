@@ -30,6 +30,7 @@ import numpy as np
 from benchmarks.serve_gpu import held, prompt
 from benchmarks.serve_gpu import limit as time_limit
 from benchmarks.serve_kv_client import Cache, Report, greedy
+from benchmarks.serve_kv_turns import apart, conversations
 from q38.base.errors import Q38Error
 from q38.base.units import GIB, MIB, parse_bytes
 from q38.serving.launch import Server, running_server
@@ -39,8 +40,7 @@ from q38.serving.sglang_settings import SglangSettings
 PARTS = ("limit", "short", "long", "conversations", "requests", "formats")
 ZEROS = "zeros"  # a cache of zeros: what a format's error is measured against
 SHORT = (1, 64, 65)  # a page holds 64 tokens
-SCORED = 64  # tokens at the end of a prompt whose log-probabilities are compared
-CONVERSATIONS, REQUESTS = 10, 200
+REQUESTS = 200
 FIRST_TOKEN_S, LEAK = 1.0, 64 * MIB
 PAGE = 64
 TEXT, STEP, DECODED = 640, 128, 32  # of the part formats: prompt, one prefill step, tokens after it
@@ -146,37 +146,6 @@ def lowest_free() -> Iterator[list[int]]:
         thread.join()
 
 
-def conversations(cache: Cache, sizes: Sizes, report: Report) -> dict[str, Any]:
-    """Two rounds of more conversations than are kept, and their last tokens scored once more without any cache."""
-    opened = []
-    for _ in range(CONVERSATIONS):
-        ids = prompt(sizes.turn)
-        opened.append(ids + cache.ask(ids, new=8)["ids"])
-    turns = [ids + prompt(SCORED) for ids in opened]
-    # Backwards: the newest are still there, the oldest are not.
-    second = [cache.ask(ids, scored=SCORED) for ids in reversed(turns)][::-1]
-    used = cache.memory()["used"]
-    fresh, again = ([_fresh(cache, ids) for ids in turns[: 10 if i else 3]] for i in (1, 0))
-    # The control: the same last tokens after somebody else's beginning.
-    strangers = [_fresh(cache, other + ids[-SCORED:]) for ids, other in zip(turns, opened[1:4], strict=False)]
-    apart = [_apart(a, b) for a, b in zip(second, fresh, strict=True)]
-    noise = [_apart(a, b) for a, b in zip(again, fresh, strict=False)]
-    control = float(np.mean([_apart(a, b) for a, b in zip(strangers, fresh, strict=False)]))
-    cached = [answer["cached"] for answer in second]
-    report.check("conversations", "found their prefix", cached, any(cached))
-    report.check("conversations", "were evicted", sum(n == 0 for n in cached), 0 in cached)
-    report.check(
-        "conversations", "mean |d| nats of a second turn, worst (noise, control)",
-        f"{max(apart):.5f} ({max(noise):.5f}, {control:.5f})", max(apart) < 0.25 * control,
-    )  # fmt: skip
-    return {"turn": sizes.turn, "cached": cached, "used": used, "mean_abs": apart, "noise": noise, "control": control}  # fmt: skip
-
-
-def _fresh(cache: Cache, ids: list[int]) -> dict[str, Any]:
-    cache.flush()
-    return cache.ask(ids, scored=SCORED)
-
-
 def requests(cache: Cache, sizes: Sizes, report: Report) -> dict[str, Any]:
     """Many requests, some of several pages, some abandoned; what the driver has free when the server is idle again."""
     before = cache.settle()
@@ -223,8 +192,8 @@ def formats(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
         if "error" not in result:
             first, second = result["text"]
             result |= {
-                "prefill": _apart(first, reference, TEXT - STEP),
-                "noise": _apart(first, second, TEXT - STEP),
+                "prefill": apart(first, reference, TEXT - STEP),
+                "noise": apart(first, second, TEXT - STEP),
             }
             same = next(
                 (
@@ -236,7 +205,7 @@ def formats(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
             )
             result |= {
                 "same_tokens": same,
-                "decode": _apart(first, reference, same, start=TEXT - STEP) if same else None,
+                "decode": apart(first, reference, same, start=TEXT - STEP) if same else None,
             }
     for name in names:
         if name != ZEROS:
@@ -281,14 +250,9 @@ def _finite(scores: list[float], count: int) -> bool:
     return len(scores) == count and bool(np.isfinite(scores).all())
 
 
-def _apart(a: dict[str, Any], b: dict[str, Any], count: int = SCORED, *, start: int = 0) -> float:
-    """Mean |difference| of `count` scores; the first ones are those of the prompt."""
-    part = slice(start, start + count)
-    return float(np.abs(np.subtract(a["scores"][part], b["scores"][part])).mean())
-
-
 ON_ONE_SERVER: dict[str, Callable[[Cache, Sizes, Report], dict[str, Any]]] = {
-    "limit": limit, "short": short, "long": long, "conversations": conversations, "requests": requests
+    "limit": limit, "short": short, "long": long, "requests": requests,
+    "conversations": lambda cache, sizes, report: conversations(cache, sizes.turn, report),
 }  # fmt: skip
 
 

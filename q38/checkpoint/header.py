@@ -10,6 +10,7 @@ import json
 import math
 import struct
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,10 @@ def _parse(file: Path, raw: bytes, size: int) -> Header:
     if not isinstance(metadata, dict):
         raise InputError("__metadata__ in the header is not an object", where=file, remedy=_REDOWNLOAD)
     data_start = 8 + len(raw)
-    tensors = {name: _tensor(file, name, entry, data_start) for name, entry in entries.items()}
+    found = [_tensor(file, name, entry, data_start) for name, entry in entries.items()]
+    found.sort(key=attrgetter("begin", "end"))
     position = data_start
-    for info in sorted(tensors.values(), key=lambda t: (t.begin, t.end)):
+    for info in found:
         if info.begin != position:
             kind = "overlaps another tensor" if info.begin < position else "leaves a gap"
             raise InputError(
@@ -124,7 +126,7 @@ def _parse(file: Path, raw: bytes, size: int) -> Header:
         raise InputError(
             f"the file {kind}: {size} bytes, its header describes {position}", where=file, remedy=_REDOWNLOAD
         )
-    return Header(file, dict(sorted(tensors.items(), key=lambda kv: kv[1].begin)), metadata, data_start, raw)
+    return Header(file, {info.name: info for info in found}, metadata, data_start, raw)
 
 
 def _tensor(file: Path, name: str, entry: Any, data_start: int) -> TensorInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from q38.base.errors import InputError
+from q38.base.garbage import collection_paused
 from q38.checkpoint.header import Header, TensorInfo, read_header
+from q38.model.names import Group, classify
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +49,14 @@ class Checkpoint:
                 where=root,
                 remedy="give a directory that holds config.json and safetensors files",
             )
+        with collection_paused():
+            return cls._open(root)
+
+    @classmethod
+    def _open(cls, root: Path) -> Checkpoint:
         config = read_json(root / "config.json")
-        names = _shard_names(root)
+        weight_map = _weight_map(root)
+        names = _shard_names(root, weight_map)
         headers = {name: read_header(root / name) for name in names}
         tensors: dict[str, TensorInfo] = {}
         for name, header in headers.items():
@@ -59,8 +68,8 @@ class Checkpoint:
                         remedy="remove one of the two files, or download the checkpoint again",
                     )
                 tensors[info.name] = info
-        if (root / INDEX).exists():
-            _check_index(root, tensors)
+        if weight_map is not None:
+            _check_index(root, weight_map, tensors)
         return cls(root, config, headers, tensors)
 
     @property
@@ -110,6 +119,14 @@ class Checkpoint:
     def match(self, predicate: Any) -> Iterator[TensorInfo]:
         """Entries whose name satisfies `predicate`, in file order."""
         return (t for t in self.tensors.values() if predicate(t.name))
+
+    @cached_property
+    def group_bytes(self) -> Counter[Group]:
+        """Bytes of each parameter group."""
+        found: Counter[Group] = Counter()
+        for info in self.tensors.values():
+            found[classify(info.name)] += info.nbytes
+        return found
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
@@ -177,13 +194,20 @@ def _as_tensor(buffer: bytearray, dtype: str, shape: tuple[int, ...]) -> torch.T
     return torch.frombuffer(buffer, dtype=to_torch_dtype(dtype)).view(shape)
 
 
-def _shard_names(root: Path) -> list[str]:
-    if (root / INDEX).exists():
-        weight_map = read_json(root / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-            raise InputError(
-                "has no weight_map from names to files", where=root / INDEX, remedy="download it again"
-            )
+def _weight_map(root: Path) -> dict[str, str] | None:
+    """Tensor -> file, as the index says; None without an index."""
+    if not (root / INDEX).exists():
+        return None
+    weight_map = read_json(root / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise InputError(
+            "has no weight_map from names to files", where=root / INDEX, remedy="download it again"
+        )
+    return weight_map
+
+
+def _shard_names(root: Path, weight_map: dict[str, str] | None) -> list[str]:
+    if weight_map is not None:
         names = sorted(set(weight_map.values()))
         if not names:
             raise InputError("lists no tensors", where=root / INDEX, remedy="download it again")
@@ -209,8 +233,7 @@ def _shard_names(root: Path) -> list[str]:
     raise InputError("holds no safetensors files", where=root, remedy="give the directory of a checkpoint")
 
 
-def _check_index(root: Path, tensors: dict[str, TensorInfo]) -> None:
-    weight_map: dict[str, str] = read_json(root / INDEX)["weight_map"]
+def _check_index(root: Path, weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
     for name, file in weight_map.items():
         if name not in tensors:
             raise InputError(

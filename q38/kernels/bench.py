@@ -184,8 +184,8 @@ def _int8(w: Workload, limits: dict[str, float], tuned: Tuned | None, rest: Any)
 
 def _kv(w: Workload, limits: dict[str, float], tuned: Tuned | None, rest: Any) -> Iterator[Measurement]:
     from q38.kernels import kv_cache
-    from q38.kernels.kv_formats import INT4_G32, INT8_G64
     from q38.kernels.timing import graph_time
+    from q38.model.kv_format import INT4_G32, INT8_G64
 
     del w, tuned
     heads, dim, _ = rest

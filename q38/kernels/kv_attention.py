@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from q38.kernels.kv_formats import INT8_G64, KvFormat
+from q38.model.kv_format import INT8_G64, KvFormat
 
 Ring = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int8 payload, fp16 scales, int32 owner
 _DIMS = (64, 128, 256)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from q38.base.errors import InputError, ResourceError
 from q38.kernels import kv_gather_cuda
-from q38.kernels.kv_formats import INT4_G32, INT8_G64, KvFormat
+from q38.model.kv_format import INT4_G32, INT8_G64, KvFormat
 
 Backend = Literal["auto", "cuda", "triton"]
 ROUND = 12582912.0  # 1.5 * 2**23: adding and subtracting it rounds a small float half to even

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from q38.kernels import nvrtc
-from q38.kernels.kv_formats import INT8_G64, KvFormat
+from q38.model.kv_format import INT8_G64, KvFormat
 
 SOURCE = Path(__file__).with_name("kv_gather.cu")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from q38.kernels.kv_formats import INT8_G64, KvFormat, dequantize_reference, quantize_reference
+from q38.kernels.kv_formats import dequantize_reference, quantize_reference
+from q38.model.kv_format import INT8_G64, KvFormat
 
 Ring = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int8 payload, fp16 scales, int32 owner
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from q38.base.errors import InputError
-from q38.kernels.kv_formats import INT4_G32, INT8_G64, KvFormat
 from q38.model.kv import RING_SLOTS
+from q38.model.kv_format import INT4_G32, INT8_G64, KvFormat
 from q38.model.shape import ModelShape
 
 Side = Literal["k", "v"]

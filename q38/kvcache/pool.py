@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from q38.kernels import kv_reference
-from q38.kernels.kv_formats import INT8_G64, KvFormat
 from q38.kvcache.layout import SIDES, KvLayout, Part, Side
+from q38.model.kv_format import INT8_G64, KvFormat
 
 Memory = Callable[[Part, int], torch.Tensor]  # (part, bytes) -> uint8 [bytes]
 _FP8 = torch.float8_e4m3fn

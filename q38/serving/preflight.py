@@ -13,7 +13,7 @@ import psutil
 from q38.base.errors import InputError, ResourceError
 from q38.base.memory import available_memory
 from q38.base.units import format_bytes
-from q38.checkpoint.index import Checkpoint, read_json
+from q38.checkpoint.index import read_json
 from q38.model.names import Group, classify
 from q38.model.shape import ModelShape
 from q38.serving.engines import Engine, ServeOptions, choose_engine
@@ -24,7 +24,8 @@ from q38.serving.sglang_settings import refuse_conflicts
 def preflight(options: ServeOptions) -> tuple[ServeOptions, Engine]:
     """Check everything that can be checked without loading.
 
-    Returns the options with port 0 replaced by a free one and `ple` by the table's directory, and the engine.
+    Returns the options with port 0 replaced by a free one, `ple` by the table's directory, and the checkpoint opened; and the
+    engine.
 
     Raises:
         InputError: bad host, port or key; the model directory is missing or broken.
@@ -33,6 +34,7 @@ def preflight(options: ServeOptions) -> tuple[ServeOptions, Engine]:
     wanted = "sglang" if options.engine == "auto" else options.engine
     refuse_conflicts(options.sglang, engine=wanted, device=options.sglang.device or "cuda")
     check_exposure(options.host, options.api_key)
+    options = replace(options, checkpoint=options.opened())
     table, needed = check_model(options)
     options = replace(options, port=claim_port(options.host, options.port))
     engine = choose_engine(options.engine, on_cpu=options.sglang.on_cpu)
@@ -108,10 +110,10 @@ def check_model(options: ServeOptions) -> tuple[Path | None, int]:
     """
     from q38.ple.find import find_ple
 
-    checkpoint = Checkpoint.open(options.model)
+    checkpoint = options.opened()
     shape = ModelShape.from_config(checkpoint.config, where=str(options.model / "config.json"))
     _check_tokenizer(options)
-    in_checkpoint = any(checkpoint.match(lambda name: classify(name) is Group.NGRAM))
+    in_checkpoint = Group.NGRAM in checkpoint.group_bytes
     # The loader's order: the checkpoint's own table is the exact one.
     table = None if in_checkpoint and options.ple is None else find_ple(options.model, options.ple)
     if shape.ngram and table is None and not in_checkpoint:

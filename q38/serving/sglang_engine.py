@@ -70,7 +70,7 @@ def launch(options: ServeOptions) -> Launch:
 
     settings = options.sglang
     refuse_conflicts(settings, engine="sglang", device=settings.device or "cuda")
-    checkpoint = Checkpoint.open(options.model)
+    checkpoint = options.opened()
     resolved = resolve(settings, checkpoint.config, where=str(options.model / "config.json"))
     if settings.overlap is None and options.ple is not None and obstacle(options.ple) is not None:
         resolved = replace(resolved, overlap=False)
@@ -94,6 +94,9 @@ def launch(options: ServeOptions) -> Launch:
         reserve=plan.reserve,
         spare=plan.spare,
         early_rows=_read_early(settings, resolved, plan),
+        early_scheduler=(resolved.device != "cpu")
+        if settings.early_scheduler is None
+        else settings.early_scheduler,
         staging=plan.staging,
         control=str(control),
         kv=resolved.stored_kv,

@@ -14,7 +14,7 @@ from q38.base.units import MIB, format_bytes
 from q38.checkpoint.index import Checkpoint
 from q38.kvcache.layout import KvLayout
 from q38.model.kv import gdn_state_bytes, kv_bytes_per_token
-from q38.model.names import Group, classify
+from q38.model.names import Group
 from q38.model.shape import ModelShape
 from q38.ple.table import read_info
 from q38.recipe.budget import GroupCost, MachinePlan, Reserve, Sizes, expert_row_bytes, machine_plan
@@ -91,9 +91,7 @@ def make_plan(
     shape = ModelShape.from_config(checkpoint.config)
     row_bytes = _row_bytes(checkpoint, shape)
     rows = shape.num_layers * shape.num_experts
-    groups: Counter[Group] = Counter()
-    for info in checkpoint.tensors.values():
-        groups[classify(info.name)] += info.nbytes
+    groups = checkpoint.group_bytes
     dense = sum(n for group, n in groups.items() if group not in _ELSEWHERE)
     if settings.int8_mixes:
         dense -= _saved_by_int8(shape)

@@ -54,6 +54,7 @@ class SglangSettings:
     kv_zeroed: write zeros into a quantized cache: the control of `q38 oracle kv`, and no option of `q38 serve`.
     kv_limit: the most bytes behind a quantized cache, for tests of what happens without memory; likewise no option.
     early_rows: read expert rows while SGLang is imported; on a GPU by default. Likewise no option.
+    early_scheduler: import SGLang for its scheduler meanwhile; on a GPU by default. Likewise no option.
     """
 
     device: str | None = None
@@ -75,6 +76,7 @@ class SglangSettings:
     int8_mixes: bool | None = None
     check_finite: bool | None = None
     early_rows: bool | None = None
+    early_scheduler: bool | None = None
 
     @property
     def given(self) -> list[str]:

@@ -27,6 +27,7 @@ ENGINE = (
     "hyper_connections",
     "hyper_boundary",
     "hyper_mix",
+    "gdn_snapshot",
     "graph_output",
     "rope",
     "fp8_clamp",

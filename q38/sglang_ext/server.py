@@ -8,9 +8,9 @@ from pathlib import Path
 
 from q38.base import settings
 from q38.base.errors import CheckFailed
-from q38.sglang_ext import early_rows
+from q38.sglang_ext import early_rows, early_scheduler
 from q38.sglang_ext.cpu import PLATFORM
-from q38.sglang_ext.options import given
+from q38.sglang_ext.options import ExtensionOptions, given
 from q38.sglang_ext.routes import add_routes
 
 
@@ -28,9 +28,15 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         CheckFailed: SGLang did not load the extension.
     """
-    options = given()
+    options, waiting = given(), None
     if options is not None:
         early_rows.start(options)
+        waiting = early_scheduler.start(options)
+    with early_scheduler.taken_over(waiting):
+        _serve(arguments, options)
+
+
+def _serve(arguments: Sequence[str], options: ExtensionOptions | None) -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

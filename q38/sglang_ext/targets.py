@@ -26,6 +26,9 @@ ALLOCATOR = _SRT + "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
 QSA = _SRT + "layers.attention.qsa"
 HYPER = _SRT + "layers.hyperconnection"
 HC_MIX = "sglang.kernels.ops.gemm.hc_mix"
+GDN_DISPATCHER = _SRT + "layers.attention.linear.gdn_backend.GDNKernelDispatcher"
+GDN_TRITON = _SRT + "layers.attention.linear.kernels.gdn_triton.TritonGDNKernel"
+FLA_STATES = "sglang.kernels.ops.attention.fla.chunk_delta_h.chunk_gated_delta_rule_fwd_h"
 FORWARD_BATCH = _SRT + "model_executor.forward_batch_info.ForwardBatch"
 
 
@@ -33,6 +36,7 @@ FORWARD_BATCH = _SRT + "model_executor.forward_batch_info.ForwardBatch"
 class Mechanism:
     """One thing the plugin adds.
 
+    hooked: names that it changes; none where it only starts SGLang in another way.
     engine: only the process that runs the model needs it.
     cuda: has an effect on a CUDA device only.
     """
@@ -86,6 +90,22 @@ MECHANISMS = (
             _SRT + "managers.schedule_batch.Req.refresh_fill_ids",
             _SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_decode",
         ),
+    ),
+    Mechanism(
+        "early-scheduler",
+        "the scheduler's modules are imported while the server's first process imports its own",
+        (),
+        (
+            _SRT + "managers.scheduler.run_scheduler_process",
+            _SRT + "entrypoints.engine.Engine._launch_scheduler_processes",
+            # What a scheduler inherits.
+            _SRT + "entrypoints.engine._set_envs_and_config",
+            _SRT + "utils.common.set_ulimit",
+            _SRT + "utils.common.set_prometheus_multiproc_dir",
+            _SRT + "arg_groups.serving_hook.handle_environment_variables",
+            _SRT + "environ.redirect_third_party_caches",
+        ),
+        engine=False,
     ),
     Mechanism(
         "finite-check",
@@ -147,6 +167,20 @@ MECHANISMS = (
             HC_MIX + "._hc_mix_persistent_kernel",
             HC_MIX + ".fused_hc_mix_supported",
             HYPER + ".GatedResidual.mix",
+        ),
+        cuda=True,
+    ),
+    Mechanism(
+        "gdn-snapshot",
+        "the prefix cache's snapshot of a recurrent state keeps float32",
+        (GDN_DISPATCHER + ".__init__", GDN_DISPATCHER + ".extend", FLA_STATES),
+        (
+            # Who allocates the snapshot and copies it to its slot, what the kernel writes, and who calls it.
+            _SRT + "layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
+            GDN_TRITON + ".extend",
+            _SRT + "layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase._track_mamba_state_extend",
+            "sglang.kernels.ops.attention.fla.chunk_delta_h.chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+            "sglang.kernels.ops.attention.fla.chunk.chunk_gated_delta_rule_fwd",
         ),
         cuda=True,
     ),

@@ -14,12 +14,13 @@ pytestmark = [
 if torch.cuda.is_available():
     from q38.kernels import kv_cache, moe_prefill_cuda, nvrtc
     from q38.kernels.gemv_int8 import GemvInt8, Int8Config
-    from q38.kernels.kv_formats import INT4_G32, INT8_G64, dequantize_reference, quantize_reference
+    from q38.kernels.kv_formats import dequantize_reference, quantize_reference
     from q38.kernels.moe_decode import DecodeConfig, MoeDecode
     from q38.kernels.moe_prefill import moe_prefill
     from q38.kernels.moe_sort import sort_slots, sort_slots_torch
     from q38.kernels.row_mover import RowMover, gather_addresses
     from q38.kernels.samples import random_rows, row_addresses, uniform_routing
+    from q38.model.kv_format import INT4_G32, INT8_G64
     from q38.residency.layout import ExpertLayout
 
 HIDDEN, INTER, EXPERTS, TOP_K = 2560, 640, 512, 10

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from q38.base.errors import InputError
-from q38.kernels.kv_formats import INT4_G32, INT8_G64, KvFormat, dequantize_reference, quantize_reference
+from q38.kernels.kv_formats import dequantize_reference, quantize_reference
+from q38.model.kv_format import INT4_G32, INT8_G64, KvFormat
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'q38[kernels]')")
 from q38.kernels.kv_cache import KvTiers, gather_rows, gather_rows_tiered, write_rows, write_rows_tiered

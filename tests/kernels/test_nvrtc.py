@@ -7,8 +7,8 @@ import torch
 
 from q38.base.errors import ResourceError
 from q38.kernels import gemv_int8, kv_gather_cuda, moe_prefill_cuda, moe_sort, nvrtc
-from q38.kernels.kv_formats import INT4_G32, INT8_G64, KvFormat
 from q38.kernels.moe_decode import SOURCE, DecodeConfig, default_config, defines
+from q38.model.kv_format import INT4_G32, INT8_G64, KvFormat
 from q38.residency.layout import ExpertLayout
 
 REAL = ExpertLayout(2560, 640)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from q38.kernels import kv_reference
-from q38.kernels.kv_formats import INT4_G32, INT8_G64, KvFormat, dequantize_reference, quantize_reference
+from q38.kernels.kv_formats import dequantize_reference, quantize_reference
 from q38.kvcache.layout import ROWS, SIDES, TIERED, KvLayout
 from q38.kvcache.pool import KvPool, distinct, gather_many
+from q38.model.kv_format import INT4_G32, INT8_G64, KvFormat
 
 HEADS, DIM = 2, 64
 

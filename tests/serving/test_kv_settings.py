@@ -110,10 +110,8 @@ def test_memory_that_the_cache_takes_later_is_the_experts_until_then(monkeypatch
     monkeypatch.setattr(sglang_plan, "_on_gpu", lambda *_: machine)
     monkeypatch.setattr(sglang_plan, "_row_bytes", lambda *_: row_bytes)
 
-    class Nothing:
-        config, tensors = CONFIG, {}
-
-    plan = sglang_plan.make_plan(Nothing(), SglangSettings(), resolved, None)  # type: ignore[arg-type]
+    nothing = Checkpoint(Path(), CONFIG, {}, {})
+    plan = sglang_plan.make_plan(nothing, SglangSettings(), resolved, None)
     assert plan.device_rows - plan.fewest_device_rows == later // row_bytes
     assert plan.rows == rows
     assert (
@@ -171,15 +169,12 @@ def test_auto_on_a_24_gb_card(monkeypatch: pytest.MonkeyPatch, context: int, pic
             kv_format=resolved.kv, states=resolved.states, reserve=Reserve(host_system=0),
         )  # fmt: skip
 
-    class Nothing:
-        config, tensors = CONFIG, {}
-
+    nothing = Checkpoint(Path(), CONFIG, {}, {})
     monkeypatch.setattr(sglang_plan, "_on_gpu", on_gpu)
     monkeypatch.setattr(sglang_plan, "_row_bytes", lambda *_: row_bytes)
     asked = Resolved("cuda", context, 1, 2048, "auto", prefix_cache=True)
     resolved, plan = choose_kv(
-        asked,
-        lambda chosen: sglang_plan.make_plan(Nothing(), SglangSettings(), chosen, None),  # type: ignore[arg-type]
+        asked, lambda chosen: sglang_plan.make_plan(nothing, SglangSettings(), chosen, None)
     )
     assert (resolved.kv, plan.kv) == (picked, picked)
 
