@@ -3,6 +3,7 @@
     q38 synth full DIR --gpu-scale
     PYTHONPATH=. python -m benchmarks.serve_gpu DIR --hold 23.9GiB --out result.json --ram 28GiB
     CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50 PYTHONPATH=. python -m benchmarks.serve_gpu DIR --hold 23.9GiB --ram 28GiB
+    PYTHONPATH=. python -m benchmarks.serve_gpu DIR --hold 23.9GiB --ram 28GiB --parts following --without-profile
     PYTHONPATH=. python -m benchmarks.serve_gpu DIR --quick --device cpu --context 1024        # a tiny model, without a GPU
 
 Options that are none of these go to `q38 serve`. --hold takes device memory in a second process until only so much is
@@ -45,6 +46,11 @@ def main() -> None:
     parser.add_argument(
         "--warm", type=int, default=20000, help="longest prompt that gets an uncounted first run"
     )
+    parser.add_argument("--windows", type=int, default=24, help="answers of the part following")
+    parser.add_argument("--window", type=int, default=256, help="tokens of each")
+    parser.add_argument(
+        "--without-profile", action="store_true", help="leave out the model's routing profile"
+    )
     parser.add_argument("--cancels", type=int, default=100)
     parser.add_argument(
         "--stall", type=float, default=240, help="seconds without a byte after which a request fails"
@@ -60,11 +66,12 @@ def main() -> None:
     if arguments.quick:
         arguments.contexts, arguments.profile_contexts = [64, 300], [64]
         arguments.repeats, arguments.tokens, arguments.cancels = 1, 24, 5
+        arguments.windows, arguments.window = 3, 24
     unknown = [name for name in arguments.parts.split(",") if name not in parts]
     if unknown:
         parser.error(f"no part {unknown[0]}; known: {', '.join(parts)}")
     profile = arguments.model / "routing-profile.safetensors"
-    if profile.is_file() and "--profile" not in options:
+    if profile.is_file() and "--profile" not in options and not arguments.without_profile:
         options += ["--profile", str(profile)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends the server
     run = Run(arguments.model, options, arguments.logs, arguments.out, arguments)

@@ -17,10 +17,11 @@ import psutil
 
 from benchmarks.residency_parts import sequential_read
 from benchmarks.serve_profile import profile_steps, table
-from benchmarks.serve_session import Body, Run, forget_pages, greedy, part, prompt
+from benchmarks.serve_session import Body, Run, forget_pages, greedy, part, prompt, traffic
 
 _SAMPLE = 1  # files read to find the disk's speed
 _BURST = 32
+_ASKED = 64  # tokens of a prompt whose answer is what matters
 
 
 @part
@@ -76,6 +77,24 @@ def speed(run: Run) -> None:
             f"context {context}",
             measured.speed(context, run.settings.tokens, run.settings.repeats, warm=warm),
         )
+
+
+@part
+def following(run: Run) -> None:
+    """Speed and hit rate of answer after answer, while rows follow the traffic (`--adapt`): how fast, and to what."""
+    measured, windows = run.measured(), []
+    before = measured.counters()
+    for _ in range(run.settings.windows):
+        pieces = measured.stream(prompt(_ASKED), run.settings.window)
+        after = measured.counters()
+        (first, begun), (last, ended) = pieces[0], pieces[-1]
+        read = traffic(before["traffic"]["decode"], after["traffic"]["decode"])
+        exchanged = (after["rows_exchanged"] or 0) - (before["rows_exchanged"] or 0)
+        windows.append(
+            {"tokens_per_s": round((last - first) / (ended - begun), 1), "hit_rate": read["hit_rate"], "rows_exchanged": exchanged}
+        )  # fmt: skip
+        before = after
+    run.record("following", windows)
 
 
 @part

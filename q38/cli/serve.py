@@ -126,6 +126,14 @@ def start(
             show_default=False,
         ),
     ] = None,
+    adapt: Annotated[
+        bool | None,
+        typer.Option(
+            "--adapt/--no-adapt",
+            help="sglang: exchange expert rows while serving, so that those in GPU memory are those that are read; default: on a GPU without --profile.",
+            show_default=False,
+        ),
+    ] = None,
     prefix_cache: Annotated[
         bool | None,
         typer.Option(
@@ -203,6 +211,7 @@ def start(
             profile,
             prefix_cache,
             kv_ring,
+            adapt=adapt,
             resident=resident,
             return_routes=return_routes,
             tp=tp,

@@ -313,7 +313,7 @@ def open_cache(
         fewest: the lowest number of rows that will ever be in device memory; the pool holds the rest.
             By default the number of resident rows: then `shrink` and `free` can give nothing back.
         spare: slots kept free on both sides for exchanging rows.
-        scratch: pinned bytes for others (the adapter's counters), beside the table's own.
+        scratch: pinned bytes for others (readings of counters), beside the table's own.
         limits, keep, threads, shared: see `HostPool`.
 
     Raises:

@@ -97,6 +97,9 @@ def launch(options: ServeOptions) -> Launch:
         early_scheduler=(resolved.device != "cpu")
         if settings.early_scheduler is None
         else settings.early_scheduler,
+        adapt=(resolved.device != "cpu" and settings.profile is None)
+        if settings.adapt is None
+        else settings.adapt,
         staging=plan.staging,
         control=str(control),
         kv=resolved.stored_kv,

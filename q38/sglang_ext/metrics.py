@@ -53,6 +53,13 @@ def _metrics(status: dict[str, Any]) -> Iterator[tuple[str, str, str, _Samples]]
     yield "q38_expert_rows", "gauge", "Expert rows by the memory they lie in.", [
         ('{memory="device"}', status["rows_on_device"]), ('{memory="host"}', status["rows_on_host"])
     ]  # fmt: skip
+    if (exchanged := status.get("rows_exchanged")) is not None:
+        yield (
+            "q38_expert_rows_exchanged_total",
+            "counter",
+            "Expert rows that changed the memory they lie in, to follow the traffic.",
+            [("", exchanged)],
+        )
     if (ngram := status.get("ngram")) is not None:
         yield (
             "q38_ngram_rows_total",

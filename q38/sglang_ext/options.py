@@ -29,6 +29,7 @@ class ExtensionOptions:
     spare: row slots kept free on both sides, so that rows can be exchanged.
     early_rows: a process of its own begins to read the rows before SGLang is imported, where `device_rows` and `control` are given.
     early_scheduler: SGLang's scheduler imports its modules while the server's first process imports its own.
+    adapt: exchange rows while serving, so that those in device memory are those that are read.
     staging: row slots in device memory that prompt steps copy their host rows to; 0: they read them in place.
     dense: how packed projections are computed, one of `DENSE`; on a CPU always "unpacked".
     control: Unix socket on which the process with the model takes changes of the rows; None: it takes none.
@@ -51,6 +52,7 @@ class ExtensionOptions:
     spare: int = 16
     early_rows: bool = False
     early_scheduler: bool = False
+    adapt: bool = False
     staging: int = 0
     dense: str = "int8"
     control: str | None = None

@@ -12,8 +12,9 @@ from q38.base.settings import cpu_count
 from q38.base.units import format_bytes
 from q38.checkpoint.index import Checkpoint
 from q38.model.shape import ModelShape
+from q38.residency.adapt import Adapter, AdaptSettings
 from q38.residency.attached import Attached, Unanswered
-from q38.residency.cache import ExpertCache, PoolPlan, open_cache
+from q38.residency.cache import ExpertCache, Heat, PoolPlan, open_cache
 from q38.residency.driver import Cuda, Driver
 from q38.residency.heat import hottest_overall
 from q38.residency.layout import ExpertLayout
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+# What a routing profile is worth in tokens of traffic; without one, all experts alike.
+_PROFILE, _NO_PROFILE = 2000.0, 32.0
+_INTERVAL = 8  # tokens; an exchange of all spare slots takes the link for a hundredth of that time
 
 
 class ExpertRows:
@@ -46,6 +50,8 @@ class ExpertRows:
         loaded: how loading went.
         traffic: which rows were read.
         staging: copies host rows ahead of prompt steps; None where they are read in place.
+        top_k: experts of a token.
+        adapter: exchanges rows by what was read; None where they stay.
         others: further parts of the status, by name: n-gram rows, KV cache.
     """
 
@@ -87,9 +93,10 @@ class ExpertRows:
         self.scale_dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[self.loaded.scale_dtype]
         self.gate = Gate()
         self.others: dict[str, Callable[[], dict[str, Any]]] = {}
-        self._device, self._top_k = device, shape.num_experts_per_tok
+        self._device, self.top_k = device, shape.num_experts_per_tok
         self.traffic = Traffic(self.cache, self.layout.row_bytes, device)
-        self.staging = open_staging(self.cache, self.layout, options.staging, self._top_k, device)
+        self.staging = open_staging(self.cache, self.layout, options.staging, self.top_k, device)
+        self.adapter = _adapter(self, options, rows.heat)
         self._table = self.cache.store.table.tensor()  # int64 [layers, experts]
         logger.info(
             "q38: %d expert rows of %s, %d in device memory, %s pinned",
@@ -110,6 +117,20 @@ class ExpertRows:
 
             self.cache.store.stream = (stream or torch.cuda.current_stream(self._device)).cuda_stream
 
+    def adapt(self, tokens: int) -> None:
+        """Exchange rows by what the steps so far have read, without waiting for the device. Call between steps.
+
+        Args:
+            tokens: of the step to come.
+        """
+        if self.adapter is None:
+            return
+        try:
+            self.adapter.step(tokens)
+        except ResourceError as error:  # every row stays readable, and the step need not fail
+            logger.warning("q38: rows are exchanged by request only from now on: %s", error)
+            self.adapter = None
+
     def place_by(self, file: Path) -> None:
         """Hold the hottest rows of another routing profile in device memory, as many as now.
 
@@ -121,6 +142,8 @@ class ExpertRows:
         count = int(self.cache.resident.sum())
         self.cache.set_heat(heat)
         self.cache.set_resident(hottest_overall(heat, count))
+        if self.adapter is not None:
+            self.adapter.follow(heat)
 
     def routing(self) -> dict[str, Any]:
         """How often each expert was chosen since the start: {"selections": [layers][experts], "tokens": int}."""
@@ -128,7 +151,7 @@ class ExpertRows:
         counts = self.traffic.counts
         return {
             "selections": counts.tolist(),
-            "tokens": int(counts.sum()) // (self.cache.layers * self._top_k),
+            "tokens": int(counts.sum()) // (self.cache.layers * self.top_k),
         }
 
     def status(self) -> dict[str, Any]:
@@ -137,7 +160,8 @@ class ExpertRows:
         return {
             **self.cache.status(),
             "row_bytes": self.layout.row_bytes,
-            "traffic": self.traffic.status(self._top_k),
+            "rows_exchanged": None if self.adapter is None else 2 * self.adapter.swapped,
+            "traffic": self.traffic.status(self.top_k),
             **{name: figures() for name, figures in self.others.items()},
         }
 
@@ -183,6 +207,14 @@ def _driver(device: torch.device) -> tuple[Driver, int]:
     import torch
 
     return Cuda(device.index or 0), torch.cuda.current_stream(device).cuda_stream
+
+
+def _adapter(rows: ExpertRows, options: ExtensionOptions, heat: Heat) -> Adapter | None:
+    if not options.adapt:
+        return None
+    worth = _NO_PROFILE if options.profile is None else _PROFILE
+    settings = AdaptSettings(swaps=options.spare, interval=_INTERVAL, prior_tokens=worth)
+    return Adapter(rows.cache, heat, rows.traffic, top_k=rows.top_k, settings=settings)
 
 
 def _attach(options: ExtensionOptions, pool: PoolPlan) -> Attached | None:

@@ -16,10 +16,13 @@ from q38.residency.cache import Heat, PoolPlan, plan_pool
 from q38.residency.heat import hottest_overall
 from q38.residency.layout import ExpertLayout
 from q38.residency.store import Mask
-from q38.residency.table import ENTRY
 from q38.sglang_ext.options import ExtensionOptions
 
+_TIE = 1e-6
 KEEP = GIB  # host memory that stays available beside the pinned pool
+_READINGS = (
+    3 * 2 * 4
+)  # bytes a row, of traffic.py: selections and reads, of decode, prompt and staged prompt steps
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ def plan_rows(
     """
     heat = _heat(options, shape.num_layers, shape.num_experts)
     resident = hottest_overall(heat, min(device_rows, heat.size))
-    scratch = heat.size * ENTRY
+    scratch = heat.size * _READINGS
     pool = plan_pool(
         layout.row_bytes,
         resident,
@@ -59,12 +62,11 @@ def plan_rows(
 
 
 def _heat(options: ExtensionOptions, layers: int, experts: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """[layers, experts]: how often each row is expected to be read."""
-    return (
-        np.ones((layers, experts))
-        if options.profile is None
-        else read_heat(Path(options.profile), layers, experts)
-    )
+    """[layers, experts]: how often each row is expected to be read. Without a profile all alike, but for ties."""
+    if options.profile is not None:
+        return read_heat(Path(options.profile), layers, experts)
+    # By number and not by layer: every layer then has as many in device memory, and reads both memories at a time.
+    return np.tile(np.linspace(1, 1 - _TIE, experts), (layers, 1))
 
 
 def read_heat(file: Path, layers: int, experts: int) -> np.ndarray[Any, np.dtype[np.float64]]:

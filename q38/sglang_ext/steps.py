@@ -1,4 +1,4 @@
-"""Every step of the model is enqueued inside the gate, so that rows move between steps.
+"""Every step of the model is enqueued inside the gate, so that rows move between steps: on request, or by what was read.
 
 With overlap scheduling a step is enqueued while the one before still runs. Rows may move in between all the same: their new
 addresses are uploaded on the stream of the steps, and their old places are given up once that stream has passed them.
@@ -30,9 +30,14 @@ def run_batch(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
     with stored.gate.step():
         stored.follow_stream(self.forward_stream if self.enable_overlap else None)
         batch = args[0] if args else kwargs["batch"]
+        stored.adapt(_tokens(batch))
         if stored.staging is not None and batch.forward_mode.is_extend():
             stored.staging.begin(batch.extend_num_tokens)
         return original(self, *args, **kwargs)
+
+
+def _tokens(batch: Any) -> int:
+    return int(batch.extend_num_tokens if batch.forward_mode.is_extend() else batch.batch_size())
 
 
 def _kv_use(scheduler: Any) -> dict[str, int]:

@@ -1,10 +1,12 @@
 """Which expert rows the model has read, and from where: hit rate and bytes over the link.
 
+The counters are read either at once, waiting for the device (`collect`), or as they arrive (`request`, `arrived`).
 A prompt step whose host rows are staged is counted by itself: its host rows cross the link whether a token chose them or not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +16,11 @@ from numpy.typing import NDArray
 
 from q38.kernels.expert_counter import ExpertCounter
 from q38.residency.cache import ExpertCache
+from q38.residency.readback import Readback
 
 PHASES = ("decode", "prefill")
 _STAGED = "staged"  # reported as part of prefill
+_COUNTER = 4  # bytes
 
 
 @dataclass
@@ -37,7 +41,10 @@ class _Totals:
 class Traffic:
     """Counters on the device, and what they come to under the placement of the time.
 
-    `collect` must run before rows move, or reads are charged to the side that a row went to.
+    They must be read before rows move, or reads are charged to the side that a row went to.
+
+    Attributes:
+        counts: int64 [layers, experts]: selections since the start, as far as they have been read.
     """
 
     def __init__(self, cache: ExpertCache, row_bytes: int, device: torch.device) -> None:
@@ -48,7 +55,9 @@ class Traffic:
             kind: np.zeros((2, cache.layers, cache.experts), np.uint32) for kind in kinds
         }
         self.totals = {phase: _Totals() for phase in PHASES}
-        self.counts = np.zeros((cache.layers, cache.experts), np.int64)  # selections, for a routing profile
+        self.counts = np.zeros((cache.layers, cache.experts), np.int64)
+        addresses = [counter.counts.data_ptr() for counter in self._counters.values()]
+        self._readback = Readback(cache.store, addresses, 2 * _COUNTER * self.counts.size)
 
     def add(self, phase: str, layer: int, ids: torch.Tensor) -> None:
         """Count a step of one layer. ids: int32 [tokens, top_k], contiguous."""
@@ -62,13 +71,35 @@ class Traffic:
 
     def collect(self) -> None:
         """Bring the totals up to date. Waits for the device."""
+        self._readback.drop()  # older than what is read here
+        self._add_up({kind: counter.read() for kind, counter in self._counters.items()})
+
+    @property
+    def pending(self) -> bool:
+        """A reading was asked for and is not there yet."""
+        return self._readback.pending
+
+    def request(self) -> None:
+        """Ask for a reading of what the steps enqueued so far count."""
+        self._readback.request()
+
+    def arrived(self) -> bool:
+        """Whether it is there, and added up by now; True once for a request."""
+        if not self._readback.arrived():
+            return False
+        shape = (len(self._counters), 2, *self.counts.shape)
+        found = self._readback.memory.view(np.uint32).reshape(shape)
+        self._add_up(dict(zip(self._counters, found, strict=True)))
+        return True
+
+    def _add_up(self, now: Mapping[str, NDArray[np.uint32]]) -> None:
+        """now: uint32 [2, layers, experts] of each kind."""
         resident = self.cache.resident  # bool [L, E]
-        for kind, counter in self._counters.items():
-            now = counter.read()
-            selections, reads = (now - self._last[kind]).astype(
+        for kind, found in now.items():
+            selections, reads = (found - self._last[kind]).astype(
                 np.int64
             )  # unsigned: right across a wrap-around
-            self._last[kind] = now.copy()
+            self._last[kind] = found.copy()
             total = self.totals["prefill" if kind == _STAGED else kind]
             total.selections += int(selections.sum())
             total.hits += int(selections[resident].sum())

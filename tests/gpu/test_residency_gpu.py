@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from q38.base.units import GIB, MIB
-from q38.residency.adapt import Adapter, AdaptSettings, scratch_bytes
+from q38.residency.adapt import Adapter, AdaptSettings
 from q38.residency.arena import Arena
 from q38.residency.cache import ExpertCache, open_cache
 from q38.residency.driver import Cuda, OutOfMemory
 from q38.residency.loader import load_rows
 from q38.residency.pool import HostLimits
+from q38.sglang_ext.traffic import Traffic
 from tests.residency.packed import expected_row, make_checkpoint
 
 pytestmark = [
@@ -169,23 +170,24 @@ def test_the_loader_fills_rows_on_both_sides(driver: Cuda, tmp_path: Path) -> No
 
 def test_the_adapter_counts_in_a_captured_graph_and_brings_hot_rows_in(driver: Cuda) -> None:
     stream = torch.cuda.Stream()
-    cache = open_small(driver, stream, scratch=scratch_bytes(LAYERS, EXPERTS))
+    cache = open_small(driver, stream, scratch=3 * 2 * 4 * LAYERS * EXPERTS)
     random_rows(cache)
     settings = AdaptSettings(swaps=8, interval=4, half_life=100.0, prior_tokens=1.0)
-    adapter = Adapter(cache, np.full((LAYERS, EXPERTS), 4 / EXPERTS), top_k=4, settings=settings)
+    traffic = Traffic(cache, ROW, torch.device("cuda"))
+    adapter = Adapter(cache, np.ones((LAYERS, EXPERTS)), traffic, top_k=4, settings=settings)
     ids = torch.tensor([[60, 61, 62, 63]], dtype=torch.int32, device="cuda")
-    adapter.count(0, ids)
+    traffic.add("decode", 0, ids)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for layer in range(LAYERS):
-            adapter.count(layer, ids)
+            traffic.add("decode", layer, ids)
     for _ in range(200):
         with torch.cuda.stream(stream):
             graph.replay()
         adapter.step()
         stream.synchronize()
-    assert adapter.counters[1].tolist() == [0] * 60 + [200] * 4
+    traffic.collect()
+    assert traffic.counts[1].tolist() == [0] * 60 + [200] * 4
     assert cache.resident[:, 60:].all()
-    adapter.close()
     cache.close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from q38.residency.cache import ExpertCache, open_cache
 from q38.residency.pool import HostLimits
+from q38.residency.readback import Readback
 from tests.residency.fake_driver import FakeDriver
 
 LAYERS, EXPERTS, ROW = (
@@ -18,6 +21,40 @@ LAYERS, EXPERTS, ROW = (
 ROWS = LAYERS * EXPERTS
 CHUNK = 128
 PLENTY = HostLimits(2**40, None)
+
+
+class Counted:
+    """Selections in device memory of the driver, read back as a server does (q38.sglang_ext.traffic)."""
+
+    def __init__(self, cache: ExpertCache) -> None:
+        self.driver, self.nbytes = cache.store.driver, 4 * ROWS
+        self.address = self.driver.allocate(self.nbytes)
+        self.driver.tensor(self.address, self.nbytes).zero_()
+        self.counts = np.zeros((LAYERS, EXPERTS), np.int64)
+        self._last = np.zeros((LAYERS, EXPERTS), np.uint32)
+        self._readback = Readback(cache.store, [self.address], self.nbytes)
+        self.request = self._readback.request
+
+    @property
+    def device(self) -> torch.Tensor:
+        """int32 [LAYERS, EXPERTS]."""
+        return self.driver.tensor(self.address, self.nbytes).view(torch.int32).view(LAYERS, EXPERTS)
+
+    @property
+    def pending(self) -> bool:
+        return self._readback.pending
+
+    def add(self, layer: int, experts: Sequence[int]) -> None:
+        for expert in experts:
+            self.device[layer, expert] += 1
+
+    def arrived(self) -> bool:
+        if not self._readback.arrived():
+            return False
+        now = self._readback.memory.view(np.uint32).reshape(LAYERS, EXPERTS).copy()
+        self.counts += (now - self._last).astype(np.int64)
+        self._last = now
+        return True
 
 
 def content(row: int) -> np.ndarray:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from q38.residency.adapt import Adapter, AdaptSettings, scratch_bytes
+from q38.residency.adapt import Adapter, AdaptSettings
 from q38.residency.driver import OutOfMemory
 from tests.residency.fake_driver import FakeDriver
-from tests.residency.fake_rows import EXPERTS, LAYERS, check_books, check_rows, device_table, make_cache
+from tests.residency.fake_rows import (
+    EXPERTS,
+    LAYERS,
+    Counted,
+    check_books,
+    check_rows,
+    device_table,
+    make_cache,
+)
 
 TOP_K = 2
 
 
-def make_adapter(driver: FakeDriver, **settings: float) -> Adapter:
-    cache = make_cache(driver, scratch=scratch_bytes(LAYERS, EXPERTS))
-    prior = np.full((LAYERS, EXPERTS), TOP_K / EXPERTS)
-    return Adapter(
-        cache, prior, top_k=TOP_K, settings=AdaptSettings(**({"interval": 4, "prior_tokens": 1.0} | settings))
-    )
+def make_adapter(driver: FakeDriver, prior: np.ndarray | None = None, **settings: float) -> Adapter:
+    cache = make_cache(driver, scratch=4 * LAYERS * EXPERTS)
+    heat = np.ones((LAYERS, EXPERTS)) if prior is None else prior
+    chosen = AdaptSettings(**({"interval": 4, "prior_tokens": 1.0} | settings))
+    return Adapter(cache, heat, Counted(cache), top_k=TOP_K, settings=chosen)
 
 
 def run(adapter: Adapter, driver: FakeDriver, experts: tuple[int, ...], steps: int) -> int:
@@ -27,19 +35,11 @@ def run(adapter: Adapter, driver: FakeDriver, experts: tuple[int, ...], steps: i
     started = 0
     for _ in range(steps):
         for layer in range(LAYERS):
-            adapter.count(layer, torch.tensor([experts], dtype=torch.int32))
+            adapter.counts.add(layer, experts)
         started += adapter.step()
         for stream in list(driver.streams):
             driver.advance(stream)
     return started
-
-
-def test_counters_count_every_selection() -> None:
-    driver = FakeDriver()
-    adapter = make_adapter(driver)
-    adapter.count(1, torch.tensor([[3, 5], [3, 0]], dtype=torch.int32))
-    assert adapter.counters.dtype == torch.int32
-    assert adapter.counters.tolist() == [[0] * 8, [1, 0, 0, 2, 0, 1, 0, 0], [0] * 8]
 
 
 def test_hot_rows_on_the_host_come_to_the_device_a_bounded_number_at_a_time() -> None:
@@ -76,7 +76,7 @@ def test_a_steady_workload_that_fits_swaps_nothing() -> None:
 def test_counters_may_wrap_around() -> None:
     driver = FakeDriver()
     adapter = make_adapter(driver)
-    adapter.counters.fill_(-1)  # 2^32 - 1 as the reader sees it
+    adapter.counts.device.fill_(-1)  # 2^32 - 1 as the reader sees it
     run(adapter, driver, (0, 1), 6)
     adapter.tracker.counts[:] = 0
     adapter.tracker.tokens = 0
@@ -96,7 +96,7 @@ def test_a_step_never_waits_for_the_device() -> None:
 def test_counters_are_read_only_when_their_copy_has_arrived() -> None:
     driver = FakeDriver()
     adapter = make_adapter(driver)
-    adapter.count(0, torch.tensor([1, 2]))
+    adapter.counts.add(0, (1, 2))
     driver.calls.clear()
     for _ in range(20):
         adapter.step()
@@ -138,15 +138,28 @@ def test_out_of_memory_at_any_call_loses_no_row_and_the_next_steps_go_on() -> No
             return
 
 
-def test_closing_frees_the_counters() -> None:
+def test_it_begins_again_from_another_profile() -> None:
     driver = FakeDriver()
-    adapter = make_adapter(driver)
-    adapter.close()
-    adapter.cache.close()
-    assert not driver.leaks()
+    adapter = make_adapter(driver, swaps=2, half_life=50.0, prior_tokens=20.0)
+    run(adapter, driver, (6, 7), 8)
+    other = np.ones((LAYERS, EXPERTS))
+    other[:, 5] = 1000
+    adapter.follow(other)
+    run(adapter, driver, (), 20)
+    assert adapter.cache.resident[:, 5].all()
+    assert adapter.swapped > 0
+
+
+@given(prior=st.lists(st.floats(0, 1e9), min_size=LAYERS * EXPERTS, max_size=LAYERS * EXPERTS))
+def test_a_profile_may_have_any_unit(prior: list[float]) -> None:
+    driver = FakeDriver()
+    adapter = make_adapter(driver, np.array(prior).reshape(LAYERS, EXPERTS))
+    rates = adapter.tracker.rates()
+    assert np.isfinite(rates).all()
+    assert ((rates.sum(1) < TOP_K * (1 + 1e-9)) & (rates >= 0).all(1)).all()
 
 
 def test_the_pool_must_have_scratch_memory_for_the_counters() -> None:
     driver = FakeDriver()
     with pytest.raises(Exception, match="bytes of scratch needed"):
-        Adapter(make_cache(driver), np.ones((LAYERS, EXPERTS)), top_k=TOP_K)
+        Counted(make_cache(driver))
