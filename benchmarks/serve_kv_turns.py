@@ -76,10 +76,14 @@ def _steps(cache: Cache, turns: list[list[int]], prefix: int, fresh: list[Answer
     return found
 
 
-def _whole_steps(cache: Cache, report: Report) -> list[float]:
-    """Mean |d| of turns whose prefix is one prompt step: with a hit and without, the same steps are computed."""
+def _whole_steps(cache: Cache, report: Report) -> dict[str, list[float]]:
+    """Mean |d| of turns whose prefix is one prompt step: with a hit and without, the same steps are computed.
+
+    Equal to the bit, as long as the sparse attention attends to all tokens: beyond its budget the order of those it selects differs
+    from run to run, so a run is compared with itself too. `--chunk 1792` stays below the release's budget of 2,048.
+    """
     step = int(cache.http.get("/get_server_info").json()["chunked_prefill_size"])
-    found = []
+    found: dict[str, list[float]] = {"hit": [], "again": []}
     for _ in range(3):
         cache.flush()
         ids = prompt(step)
@@ -91,9 +95,16 @@ def _whole_steps(cache: Cache, report: Report) -> list[float]:
             second["cached"],
             second["cached"] == step,
         )
-        found.append(apart(second, _fresh(cache, ids)))
-    told = f"{max(found):.5f}"
-    report.check("conversations", "prefix of one step: mean |d| nats, worst", told, max(found) == 0)
+        without = _fresh(cache, ids)
+        found["hit"].append(apart(second, without))
+        found["again"].append(apart(_fresh(cache, ids), without))
+    worst, noise = max(found["hit"]), max(found["again"])
+    report.check(
+        "conversations",
+        "prefix of one step: mean |d| nats, worst (noise)",
+        f"{worst:.5f} ({noise:.5f})",
+        worst <= 1.25 * noise,
+    )
     return found
 
 

@@ -130,7 +130,7 @@ def start(
         bool | None,
         typer.Option(
             "--adapt/--no-adapt",
-            help="sglang: exchange expert rows while serving, so that those in GPU memory are those that are read; default: on a GPU without --profile.",
+            help="sglang: exchange expert rows while serving, so that those in GPU memory are those that are read; default: on a GPU.",
             show_default=False,
         ),
     ] = None,

@@ -94,12 +94,10 @@ def launch(options: ServeOptions) -> Launch:
         reserve=plan.reserve,
         spare=plan.spare,
         early_rows=_read_early(settings, resolved, plan),
-        early_scheduler=(resolved.device != "cpu")
+        early_scheduler=resolved.device != "cpu"
         if settings.early_scheduler is None
         else settings.early_scheduler,
-        adapt=(resolved.device != "cpu" and settings.profile is None)
-        if settings.adapt is None
-        else settings.adapt,
+        adapt=resolved.device != "cpu" if settings.adapt is None else settings.adapt,
         staging=plan.staging,
         control=str(control),
         kv=resolved.stored_kv,

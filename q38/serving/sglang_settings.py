@@ -45,7 +45,7 @@ class SglangSettings:
     kv_ring: newest tokens that int8ring_int4 keeps in INT8.
     profile: routing profile from q38 build-placement.
     prefix_cache: keep the KV cache of finished requests for prompts that begin alike.
-    adapt: exchange expert rows while serving, by what is read; on a GPU without a routing profile by default.
+    adapt: exchange expert rows while serving, by what is read; on a GPU by default.
     resident: experts of each layer that start in GPU memory; as many as fit by default.
     return_routes: answers can name the experts that each token chose (for q38 build-placement --server).
     overlap: schedule a decode step while the one before runs; where the n-gram rows allow it by default.

@@ -57,6 +57,9 @@ CARRIED = frozenset(
         "DG_JIT_CACHE_DIR",
         "DG_JIT_USE_NVRTC",
         "TLLM_LOG_LEVEL",
+        # Set where a library brings Intel's OpenMP: what it does after a fork, and where two of it are loaded.
+        "KMP_DUPLICATE_LIB_OK",
+        "KMP_INIT_AT_FORK",
     }
 )
 _OPEN_FILES, _STACK = (

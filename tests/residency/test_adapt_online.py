@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from q38.base.errors import ResourceError
 from q38.residency.adapt import Adapter, AdaptSettings
 from q38.residency.driver import OutOfMemory
 from tests.residency.fake_driver import FakeDriver
 from tests.residency.fake_rows import (
     EXPERTS,
     LAYERS,
+    ROW,
     Counted,
     check_books,
     check_rows,
     device_table,
+    launch_replay,
     make_cache,
 )
 
@@ -163,3 +168,45 @@ def test_the_pool_must_have_scratch_memory_for_the_counters() -> None:
     driver = FakeDriver()
     with pytest.raises(Exception, match="bytes of scratch needed"):
         Counted(make_cache(driver))
+
+
+_OFTEN = ["decode"] * 6 + ["advance"] * 3  # an exchange takes several steps
+_SELDOM = ["grow", "shrink", "free", "fill", "status"]
+
+
+@given(
+    actions=st.lists(
+        st.tuples(st.sampled_from(_OFTEN + _SELDOM), st.integers(0, 7)), min_size=20, max_size=80
+    )
+)
+def test_exchanges_and_requested_changes_in_any_order_lose_no_row(actions: list[tuple[str, int]]) -> None:
+    """The KV cache takes and gives back memory, and people ask for changes, while exchanges are under way."""
+    driver = FakeDriver()
+    adapter = make_adapter(driver, swaps=2, half_life=20.0, interval=1)
+    cache = adapter.cache
+    changes = {
+        "grow": lambda n: cache.grow(n),
+        "shrink": lambda n: cache.shrink(n),
+        "free": lambda n: cache.free(n * ROW),
+        "fill": lambda n: cache.fill(n * ROW),
+    }
+    for action, n in actions:
+        if action == "decode":
+            for layer in range(LAYERS):
+                adapter.counts.add(layer, (n, (n + 1) % EXPERTS))
+            adapter.step()
+            launch_replay(cache, driver)
+        elif action == "advance":  # all, or one and the others stay behind
+            streams = list(driver.streams)
+            for stream in streams if n < 4 else [streams[n % len(streams)]]:
+                driver.advance(stream)
+        elif action == "status":
+            cache.status()
+        else:
+            with suppress(ResourceError):  # more than there is
+                changes[action](n)
+    for stream in list(driver.streams):
+        driver.advance(stream)
+    cache.store.settle()
+    check_rows(driver, device_table(cache, driver))
+    check_books(cache, driver)

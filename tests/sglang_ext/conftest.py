@@ -104,7 +104,9 @@ def sglang_server(tiny_packed: Path, tiny_ple: Path) -> Iterator[Server]:
     from q38.serving.launch import running_server
     from q38.serving.sglang_settings import SglangSettings
 
-    settings = SglangSettings(device="cpu", context=1024, requests=2, early_rows=True, early_scheduler=True)
+    settings = SglangSettings(
+        device="cpu", context=1024, requests=2, early_rows=True, early_scheduler=True, adapt=True
+    )
     with running_server(
         tiny_packed, ple=tiny_ple, name="tiny", engine="sglang", api_key="sesame", sglang=settings
     ) as server:
