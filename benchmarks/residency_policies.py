@@ -1,6 +1,7 @@
 """Residency policies on synthetic traces with the published skew: the table of docs/residency.md.
 
     python benchmarks/residency_policies.py [--resident 184] [--link 51GB] [--tokens 2496]
+    python benchmarks/residency_policies.py --interval 8   # as often as q38 serve swaps
     python benchmarks/residency_policies.py --lengths      # what a longer profile is worth on tokens it has not seen
     python benchmarks/residency_policies.py --smoothing    # what a short profile gains by a long one of another workload
 
@@ -83,12 +84,16 @@ def main() -> None:
     parser.add_argument("--resident", type=int, default=184)
     parser.add_argument("--link", default="51GB")
     parser.add_argument("--tokens", type=int, default=2496)
+    parser.add_argument("--interval", type=int, default=Settings.interval, help="tokens between swaps")
     parser.add_argument("--lengths", action="store_true")
     parser.add_argument("--smoothing", action="store_true")
     arguments = parser.parse_args()
     shape = ModelShape.from_config(json.loads(arguments.config.read_text()))
     settings = Settings(
-        arguments.resident, ExpertLayout.from_shape(shape).row_bytes, link_rate=parse_bytes(arguments.link)
+        arguments.resident,
+        ExpertLayout.from_shape(shape).row_bytes,
+        link_rate=parse_bytes(arguments.link),
+        interval=arguments.interval,
     )
     sizes = {"layers": shape.num_layers, "experts": shape.num_experts, "top_k": shape.num_experts_per_tok}
     if arguments.lengths:

@@ -50,7 +50,7 @@ def conversations(cache: Cache, turn: int, report: Report) -> dict[str, Any]:
         f"{evicted:.5f} ({max(noise):.5f})",
         evicted <= max(noise),
     )
-    steps = _steps(cache, [turns[i] for i in hits], cached[-1], [fresh[i] for i in hits])
+    steps = _steps(cache, [(turns[i], cached[i], fresh[i]) for i in hits], report)
     worst, other = max((differences[i] for i in hits), default=0.0), max(steps, default=0.0)
     report.check(
         "conversations", "hits: mean |d| nats, worst (steps that end there, stranger)",
@@ -63,16 +63,23 @@ def conversations(cache: Cache, turn: int, report: Report) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _steps(cache: Cache, turns: list[list[int]], prefix: int, fresh: list[Answer]) -> list[float]:
+def _steps(cache: Cache, hits: list[tuple[list[int], int, Answer]], report: Report) -> list[float]:
     """Mean |d| of turns whose prefix was a prompt of its own, which ended with a step: nothing but the shapes of the steps differs.
 
     The state at the end of a step is the one that the next step would begin with, so no snapshot inside a step is used.
+
+    Args:
+        hits: of each, its tokens, how many of them were found, and its answer without a cache.
     """
     found = []
-    for ids, without in zip(turns, fresh, strict=True):
+    for ids, prefix, without in hits:
         cache.flush()
         cache.ask(ids[:prefix], new=1)
-        found.append(apart(cache.ask(ids, scored=SCORED), without))
+        after = cache.ask(ids, scored=SCORED)
+        report.check(
+            "conversations", f"prompt of {prefix} tokens, cached", after["cached"], after["cached"] == prefix
+        )
+        found.append(apart(after, without))
     return found
 
 

@@ -4,8 +4,7 @@ Nothing here waits for the device. Kernels count selections; every `interval` to
 counters, and a later one that finds them arrived updates the heat and starts the swaps that gain most, which
 later safe points complete.
 
-By default it swaps nothing: a static placement is as good on a steady workload. `q38 plan --trace` shows
-what swaps gain on a recorded one.
+`AdaptSettings()` swaps nothing and only counts. `q38 plan --trace` shows what swaps gain on a recorded workload.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class AdaptSettings:
     """swaps: pairs of rows exchanged per interval at most, 0 = count only; the rest in tokens.
 
     A pair must gain one selection in `half_life` tokens, which pays for its one row over the link.
-    `prior_tokens`: the evidence that the profile is worth.
+    `prior_tokens`: the evidence that the first profile is worth.
     """
 
     swaps: int = 0
@@ -55,7 +54,7 @@ class Counts(Protocol):
 
 
 class Adapter:
-    """Follows the workload. Call `step` at every safe point between steps, from the cache's thread.
+    """Follows the workload. Call `step` at safe points between steps, from the cache's thread.
 
     Args:
         prior: [layers, experts], how often each is selected by a profile; any unit.
@@ -79,14 +78,14 @@ class Adapter:
         self.swapped = 0
         self._last = counts.counts.copy()
         self._since = 0
-        self.follow(prior)
+        self.follow(prior, self.settings.prior_tokens)
 
-    def follow(self, prior: Heat) -> None:
-        """Begin again from a profile."""
+    def follow(self, prior: Heat, prior_tokens: float) -> None:
+        """Begin again from a profile that is worth so many tokens of traffic."""
         selections = np.maximum(prior.sum(1, keepdims=True), 1e-300)
         self.tracker = HeatTracker(
             prior / selections * self.top_k,
-            prior_tokens=self.settings.prior_tokens,
+            prior_tokens=prior_tokens,
             half_life=self.settings.half_life,
         )
 
@@ -94,7 +93,7 @@ class Adapter:
         """Advance by what can be done without waiting.
 
         Args:
-            tokens: tokens computed since the last call.
+            tokens: of the step to come; every `interval` of them the counters are read.
 
         Returns:
             pairs of rows whose exchange was started.

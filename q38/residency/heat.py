@@ -5,6 +5,7 @@ The simulator and the online adapter share both functions, so what one predicts 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,18 @@ class HeatTracker:
         self.tokens = 0.0
 
     def add(self, counts: NDArray[Any], tokens: float) -> None:
-        """Count the selections [layers, experts] of the last `tokens` tokens."""
-        decay = 0.5 ** (tokens / self.half_life)
-        self.counts = self.counts * decay + counts
-        self.tokens = self.tokens * decay + tokens
+        """Count the selections [layers, experts] of the last `tokens` tokens.
+
+        They came one after the other, so the first ones have decayed by now: a token weighs the mean of 0.5^(t / half_life)
+        over t from 0 to `tokens`. However long a prompt, it is worth half_life / ln 2 tokens at most.
+        """
+        if tokens <= 0:
+            return
+        halvings = tokens / self.half_life
+        decay = 0.5**halvings
+        weight = (1 - decay) / (halvings * math.log(2))
+        self.counts = self.counts * decay + counts * weight
+        self.tokens = self.tokens * decay + tokens * weight
 
     def rates(self) -> Rates:
         """[layers, experts]: expected selections per token."""

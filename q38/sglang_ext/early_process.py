@@ -210,6 +210,9 @@ class Popen(popen_spawn_posix.Popen):
 def wait(descriptor: int, name: str, preload: Sequence[str], without: Sequence[str]) -> NoReturn:
     """The interpreter: import, wait for what to run, run it."""
     os.set_inheritable(descriptor, False)
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # Ctrl-C ends it without a word, as long as it is nothing yet
     begun = settings.child_env()
     received: list[tuple[dict[str, Any], list[int]]] = []
     with socket.socket(fileno=descriptor) as channel:
@@ -227,6 +230,7 @@ def wait(descriptor: int, name: str, preload: Sequence[str], without: Sequence[s
     if usable:
         settings.export(changes)
         _say(f"{name} takes over")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         resume(here[0], here[1], passed)
     # Received descriptors stay open, like those that a spawned process inherits.
     command = (sys.executable, *util._args_from_interpreter_flags())  # type: ignore[attr-defined]

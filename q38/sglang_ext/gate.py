@@ -12,7 +12,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._stepping = False
+        self._stepping = self._moving = False
         self._moves = 0  # waiting or under way
 
     @contextmanager
@@ -30,13 +30,15 @@ class Gate:
 
     @contextmanager
     def move(self) -> Iterator[None]:
-        """One change of the rows. Only one thread moves."""
+        """One change of the rows. Several threads may ask; one moves at a time."""
         with self._changed:
             self._moves += 1
-            self._changed.wait_for(lambda: not self._stepping)
+            self._changed.wait_for(lambda: not (self._stepping or self._moving))
+            self._moving = True
         try:
             yield
         finally:
             with self._changed:
                 self._moves -= 1
+                self._moving = False
                 self._changed.notify_all()

@@ -62,8 +62,10 @@ class ExpertLender:
         if (stored := residency.loaded()) is None:
             return 0
         cache = stored.cache
-        slots = max(cache.store.pool.slots.free - cache.spare, 0)
-        return int(min(slots, int(cache.resident.sum())) * stored.layout.row_bytes)
+        resident = int(cache.resident.sum())
+        # By the rows and not by the free slots, of which an exchange under way holds some.
+        slots = cache.store.pool.slots.usable - (cache.store.rows - resident) - cache.spare
+        return min(max(slots, 0), resident) * stored.layout.row_bytes
 
     def lend(self, nbytes: int) -> None:
         """Shrink the expert cache."""
@@ -71,6 +73,7 @@ class ExpertLender:
 
         if (stored := residency.loaded()) is not None:
             with stored.gate.move():
+                stored.traffic.collect()
                 given = stored.cache.free(nbytes + _MORE)
             self._lent = self._lent or given > 0
             logger.info("q38: the expert cache gave %s to the KV cache", format_bytes(given))
@@ -81,6 +84,7 @@ class ExpertLender:
 
         if self._lent and (stored := residency.loaded()) is not None:
             with stored.gate.move():
+                stored.traffic.collect()
                 rows = stored.cache.fill(max(self._reserve - self.kept(), self._reserve // 4))
             self._lent = False
             logger.info("q38: %d expert rows are back in device memory", rows)

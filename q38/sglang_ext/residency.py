@@ -97,6 +97,7 @@ class ExpertRows:
         self.traffic = Traffic(self.cache, self.layout.row_bytes, device)
         self.staging = open_staging(self.cache, self.layout, options.staging, self.top_k, device)
         self.adapter = _adapter(self, options, rows.heat)
+        self._exchanged: int | None = None  # by an adapter that has failed
         self._table = self.cache.store.table.tensor()  # int64 [layers, experts]
         logger.info(
             "q38: %d expert rows of %s, %d in device memory, %s pinned",
@@ -118,10 +119,10 @@ class ExpertRows:
             self.cache.store.stream = (stream or torch.cuda.current_stream(self._device)).cuda_stream
 
     def adapt(self, tokens: int) -> None:
-        """Exchange rows by what the steps so far have read, without waiting for the device. Call between steps.
+        """Exchange rows by what the steps so far have read, without waiting for the device. Call before a decode step.
 
         Args:
-            tokens: of the step to come.
+            tokens: of the step.
         """
         if self.adapter is None:
             return
@@ -129,7 +130,7 @@ class ExpertRows:
             self.adapter.step(tokens)
         except ResourceError as error:  # every row stays readable, and the step need not fail
             logger.warning("q38: rows are exchanged by request only from now on: %s", error)
-            self.adapter = None
+            self._exchanged, self.adapter = 2 * self.adapter.swapped, None
 
     def place_by(self, file: Path) -> None:
         """Hold the hottest rows of another routing profile in device memory, as many as now.
@@ -143,7 +144,7 @@ class ExpertRows:
         self.cache.set_heat(heat)
         self.cache.set_resident(hottest_overall(heat, count))
         if self.adapter is not None:
-            self.adapter.follow(heat)
+            self.adapter.follow(heat, _PROFILE)
 
     def routing(self) -> dict[str, Any]:
         """How often each expert was chosen since the start: {"selections": [layers][experts], "tokens": int}."""
@@ -160,7 +161,7 @@ class ExpertRows:
         return {
             **self.cache.status(),
             "row_bytes": self.layout.row_bytes,
-            "rows_exchanged": None if self.adapter is None else 2 * self.adapter.swapped,
+            "rows_exchanged": self._exchanged if self.adapter is None else 2 * self.adapter.swapped,
             "traffic": self.traffic.status(self.top_k),
             **{name: figures() for name, figures in self.others.items()},
         }

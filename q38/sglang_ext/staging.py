@@ -58,6 +58,8 @@ class PrefillStaging:
 
     def begin(self, tokens: int) -> None:
         """A step of so many prompt tokens comes next: let the copies for its first layers start before it does."""
+        if tokens < self._fewest:  # by the last placement: a step that is read in place need not plan anew
+            return
         self._follow_rows()
         if tokens >= self._fewest:
             self.ring.begin()
@@ -66,10 +68,12 @@ class PrefillStaging:
         """The layer's rows for so many tokens, on the current stream; None where they are better read in place."""
         if torch.cuda.is_current_stream_capturing():  # a replay has no host that starts the copies
             return None
-        if not self.ring.expects(layer):
-            self._follow_rows()
         if tokens < self._fewest:
             return None
+        if not self.ring.expects(layer):
+            self._follow_rows()
+            if tokens < self._fewest:
+                return None
         if not self.ring.expects(layer):  # nobody said begin: SGLang's own runs at the start
             self.ring.begin(layer)
         stream = torch.cuda.current_stream(self.device).cuda_stream

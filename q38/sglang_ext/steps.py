@@ -30,14 +30,13 @@ def run_batch(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
     with stored.gate.step():
         stored.follow_stream(self.forward_stream if self.enable_overlap else None)
         batch = args[0] if args else kwargs["batch"]
-        stored.adapt(_tokens(batch))
-        if stored.staging is not None and batch.forward_mode.is_extend():
+        if not batch.forward_mode.is_extend():
+            stored.adapt(batch.batch_size())
+        elif (
+            stored.staging is not None
+        ):  # it plans anew where rows have moved, so they stay between two prompt steps
             stored.staging.begin(batch.extend_num_tokens)
         return original(self, *args, **kwargs)
-
-
-def _tokens(batch: Any) -> int:
-    return int(batch.extend_num_tokens if batch.forward_mode.is_extend() else batch.batch_size())
 
 
 def _kv_use(scheduler: Any) -> dict[str, int]:

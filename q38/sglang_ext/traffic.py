@@ -41,7 +41,8 @@ class _Totals:
 class Traffic:
     """Counters on the device, and what they come to under the placement of the time.
 
-    They must be read before rows move, or reads are charged to the side that a row went to.
+    They must be read before rows move, or reads are charged to the side that a row went to. Exchanges that follow the traffic begin
+    when a reading has arrived, so what steps read between its request and the switch, some three tokens' rows, is charged wrong.
 
     Attributes:
         counts: int64 [layers, experts]: selections since the start, as far as they have been read.
@@ -94,19 +95,21 @@ class Traffic:
 
     def _add_up(self, now: Mapping[str, NDArray[np.uint32]]) -> None:
         """now: uint32 [2, layers, experts] of each kind."""
-        resident = self.cache.resident  # bool [L, E]
+        resident = self.cache.resident.reshape(-1).astype(np.int64)  # [L * E]
         for kind, found in now.items():
-            selections, reads = (found - self._last[kind]).astype(
-                np.int64
-            )  # unsigned: right across a wrap-around
+            if np.array_equal(found, self._last[kind]):
+                continue
+            # Unsigned: right across a wrap-around.
+            selections, reads = (found - self._last[kind]).astype(np.int64).reshape(2, -1)
             self._last[kind] = found.copy()
             total = self.totals["prefill" if kind == _STAGED else kind]
             total.selections += int(selections.sum())
-            total.hits += int(selections[resident].sum())
-            total.device_rows += int(reads[resident].sum())
+            total.hits += int(selections @ resident)
+            on_device = int(reads @ resident)
+            total.device_rows += on_device
             if kind != _STAGED:
-                total.host_rows += int(reads[~resident].sum())
-            self.counts += selections
+                total.host_rows += int(reads.sum()) - on_device
+            self.counts += selections.reshape(self.counts.shape)
 
     def status(self, top_k: int) -> dict[str, Any]:
         """Per phase: tokens, hit_rate, and bytes of host rows read: in all, of them copied ahead, and per token."""

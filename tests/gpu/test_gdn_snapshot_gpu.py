@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,8 @@ def run(
     call = partial(
         type(kernel).extend, kernel, **given, ssm_states=states, cache_indices=slots, query_start_loc=starts
     )
-    return gdn_snapshot.extend(lambda _self, **kwargs: call(**kwargs), kernel, **asked)
+    dispatcher = SimpleNamespace(extend_kernel=kernel)
+    return gdn_snapshot.extend(lambda _self, **kwargs: call(**kwargs), dispatcher, **asked)
 
 
 def test_the_snapshot_is_the_state_to_the_bit(kernel: Any) -> None:

@@ -233,7 +233,7 @@ def test_heat_starts_at_the_profile_and_moves_to_what_is_counted() -> None:
     assert (tracker.rates() == prior).all()
     for _ in range(200):
         tracker.add(np.array([[0, 10]]), 10)
-    steady = 10 / (1 - 0.5**0.1)  # tokens of evidence in the steady state
+    steady = 100 / np.log(2)  # tokens of evidence in the steady state
     assert tracker.rates()[0, 1] == pytest.approx(steady / (100 + steady), rel=1e-3)
 
 

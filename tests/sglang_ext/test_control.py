@@ -134,15 +134,16 @@ def test_steps_and_moves_never_overlap() -> None:
         for _ in range(200):
             with gate.step() if kind == "step" else gate.move():
                 inside.append(kind)
+                time.sleep(1e-5)  # another thread's turn
                 seen.append(tuple(inside))
                 inside.remove(kind)
 
-    threads = [threading.Thread(target=work, args=(kind,)) for kind in ("step", "move")]
+    threads = [threading.Thread(target=work, args=(kind,)) for kind in ("step", "move", "move")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert len(seen) == 400
+    assert len(seen) == 600
     assert all(len(entry) == 1 for entry in seen)
 
 

@@ -64,18 +64,27 @@ def test_prefill_takes_what_the_user_tuned(device: Path, tiny_packed: Path) -> N
         rows.cache.close()
 
 
-def test_copies_of_a_prompt_step_start_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_move_before_a_decode_step_and_copies_of_a_prompt_step_start_before_the_model_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     happened: list[object] = []
-    staging = SimpleNamespace(begin=happened.append)
-    stored = SimpleNamespace(gate=Gate(), others={"kv": dict}, follow_stream=lambda _s: None, staging=staging)
+    stored = SimpleNamespace(
+        gate=Gate(),
+        others={"kv": dict},
+        follow_stream=lambda _s: None,
+        staging=SimpleNamespace(begin=lambda tokens: happened.append(f"copies for {tokens}")),
+        adapt=lambda tokens: happened.append(f"moves before {tokens}"),
+    )
     monkeypatch.setattr(residency, "loaded", lambda: stored)
     scheduler = SimpleNamespace(enable_overlap=False)
-    for tokens, mode in ((300, True), (0, False)):
+    for mode in (True, False):
         batch = SimpleNamespace(
-            forward_mode=SimpleNamespace(is_extend=lambda m=mode: m), extend_num_tokens=tokens
+            forward_mode=SimpleNamespace(is_extend=lambda m=mode: m),
+            extend_num_tokens=300,
+            batch_size=lambda: 2,
         )
         steps.run_batch(lambda _self, _batch: happened.append("step"), scheduler, batch)
-    assert happened == [300, "step", "step"]
+    assert happened == ["copies for 300", "step", "moves before 2", "step"]
 
 
 def test_without_a_gpu_nothing_is_staged(tiny_packed: Path) -> None:

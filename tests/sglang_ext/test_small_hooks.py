@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from q38.sglang_ext import fp8_clamp, residency, rope, steps
+from q38.sglang_ext import fp8_clamp, residency, rope, staging, steps
 from q38.sglang_ext.gate import Gate
 from q38.sglang_ext.packed import keep_mapping
 from q38.sglang_ext.selection import for_sglang
@@ -133,13 +133,14 @@ def test_rows_move_against_the_stream_that_steps_are_enqueued_on(
         max_total_num_tokens=64,
         token_to_kv_pool_allocator=allocator,
     )
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True))
     monkeypatch.setattr(residency, "_rows", None)
-    assert steps.run_batch(original, scheduler, "batch") == "done"  # another model: not q38's business
+    assert steps.run_batch(original, scheduler, batch) == "done"  # another model: not q38's business
     others: dict[str, Any] = {}
     stored = SimpleNamespace(gate=Gate(), others=others, follow_stream=happened.append, staging=None)
     monkeypatch.setattr(residency, "_rows", stored)
-    assert steps.run_batch(original, scheduler, "batch") == "done"
-    assert happened == [("batch",), stream, ("batch",)]
+    assert steps.run_batch(original, scheduler, batch) == "done"
+    assert happened == [(batch,), stream, (batch,)]
     assert others["kv"]() == {"used": 4, "total": 64}
 
 
@@ -182,3 +183,25 @@ def test_rows_that_cannot_be_read_end_the_process_after_the_other_tensors(
             rows.finish()
         assert ended.value.code == 3
         assert "q38: expert rows: no room for them" in capfd.readouterr().err
+
+
+def test_a_prompt_step_that_is_read_in_place_plans_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    found: Any = object.__new__(staging.PrefillStaging)
+    found.ring = SimpleNamespace(begin=lambda *_: done.append("begin"), expects=lambda _layer: False)
+    found._fewest = 100
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def follow(_self: Any) -> None:
+        done.append("follow")
+        found._fewest = 300
+
+    monkeypatch.setattr(staging.PrefillStaging, "_follow_rows", follow)
+    found.begin(99)
+    assert found.layer(0, 99) is None
+    assert done == []
+    found.begin(200)  # by the new placement, it is one too
+    assert found.layer(0, 200) is None
+    assert done == ["follow"]
+    found.begin(300)
+    assert done == ["follow", "follow", "begin"]
