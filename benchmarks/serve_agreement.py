@@ -6,8 +6,8 @@
     PYTHONPATH=. python -m benchmarks.serve_agreement record TINY answers.json --device cpu --kv bf16
 
 `record` starts one server for each KV format, has it score random texts, and lets it go on from them, greedy, step by
-step; with `--at-once 5` all five at the same time, each in 12 GiB of the GPU. `compare` scores the same tokens, the decoded ones included, with transformers in float32 on the same packed
-weights, and prints mean and largest |difference| in nats, beside the difference that bfloat16 alone makes in transformers.
+step; with `--at-once 5` all five at the same time, each in 12 GiB of the GPU. `compare` scores the same tokens, the decoded
+ones included, with transformers in float32 on the same packed weights, and prints mean and largest |difference| in nats, beside the difference that bfloat16 alone makes in transformers.
 """
 
 from __future__ import annotations

@@ -210,9 +210,8 @@ class Popen(popen_spawn_posix.Popen):
 def wait(descriptor: int, name: str, preload: Sequence[str], without: Sequence[str]) -> NoReturn:
     """The interpreter: import, wait for what to run, run it."""
     os.set_inheritable(descriptor, False)
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # Ctrl-C ends it without a word, as long as it is nothing yet
+    # Ctrl-C ends it without a word, as long as it is nothing yet.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     begun = settings.child_env()
     received: list[tuple[dict[str, Any], list[int]]] = []
     with socket.socket(fileno=descriptor) as channel:

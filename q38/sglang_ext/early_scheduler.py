@@ -62,10 +62,8 @@ CARRIED = frozenset(
         "KMP_INIT_AT_FORK",
     }
 )
-_OPEN_FILES, _STACK = (
-    65535,
-    1024 * 65535,
-)  # soft limits that SGLang raises lower ones to (utils.common.set_ulimit)
+# Soft limits that SGLang raises lower ones to (utils.common.set_ulimit).
+_OPEN_FILES, _STACK = 65535, 1024 * 65535
 
 
 def start(options: ExtensionOptions) -> Waiting | None:

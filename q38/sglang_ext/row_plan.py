@@ -20,9 +20,8 @@ from q38.sglang_ext.options import ExtensionOptions
 
 _TIE = 1e-6
 KEEP = GIB  # host memory that stays available beside the pinned pool
-_READINGS = (
-    3 * 2 * 4
-)  # bytes a row, of traffic.py: selections and reads, of decode, prompt and staged prompt steps
+# Bytes a row, of traffic.py: selections and reads, of decode, prompt and staged prompt steps.
+_READINGS = 3 * 2 * 4
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,7 @@ def run_batch(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
         batch = args[0] if args else kwargs["batch"]
         if not batch.forward_mode.is_extend():
             stored.adapt(batch.batch_size())
-        elif (
-            stored.staging is not None
-        ):  # it plans anew where rows have moved, so they stay between two prompt steps
+        elif stored.staging is not None:  # plans anew where rows have moved, so prompt steps move none
             stored.staging.begin(batch.extend_num_tokens)
         return original(self, *args, **kwargs)
 
