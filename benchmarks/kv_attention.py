@@ -1,10 +1,10 @@
-"""One layer's attention in a decode step: SGLang's path over q38's gather beside the attention from packed rows.
+"""One layer's attention in a decode step: SGLang's path over a gather beside the attention from rows where they lie.
 
     PYTHONPATH=. python benchmarks/kv_attention.py                 # needs a GPU, and SGLang for its part of the path
     TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/kv_attention.py --device cpu    # a rehearsal at a small size
 
-SGLang's path: counts and prefix sum of the selection, q38's slots and two gathers into a bf16 scratch, then
-flash_attn_varlen_func where it is installed, else SGLang's own Triton kernel for packed decode. Both paths get the
+SGLang's path: counts and prefix sum of the selection, q38's slots and two gathers into a bf16 scratch (of bf16 and
+fp8 rows SGLang's own gather), then flash_attn_varlen_func where it is installed, else SGLang's own Triton kernel for packed decode. Both paths get the
 same queries, selections and pools. Calls of 12 layers, each with its pool and its random slots, are captured
 into one graph, with as many selections that the rows of a replay do not fit into the L2 cache; times are per layer.
 Bytes are those of codes and scales of the selected rows (and of the ring where it has them).
@@ -30,6 +30,7 @@ from q38.kvcache.layout import SIDES, TIERED, KvLayout
 from q38.kvcache.pool import KvPool
 
 HEADS, QUERIES, DIM, RING = 2, 24, 256, 8192
+PLAIN = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 SCALE = DIM**-0.5
 COLD = 2**28  # bytes: several times the L2 cache of any GPU
 CONFIGS = (
@@ -72,7 +73,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--formats", default=f"int8,{TIERED},int4")
+    parser.add_argument("--formats", default=f"bf16,fp8,int8,{TIERED},int4")
     parser.add_argument("--default-only", action="store_true", help="leave the other split counts out")
     arguments = parser.parse_args()
     sizes = Sizes(arguments.device)
@@ -82,8 +83,7 @@ def main() -> None:
     rate = copy_rate() if sizes.device == "cuda" else float("nan")
     say(f"device copy {rate / 1e9:.0f} GB/s; SGLang's part of the path: {name}")
     for kind in arguments.formats.split(","):
-        layout = KvLayout(kind, 1, HEADS, DIM, RING if kind == TIERED else 0)
-        pools = [filled(layout, sizes) for _ in range(sizes.layers)]
+        pools = [filled(kind, sizes) for _ in range(sizes.layers)]
         for rows in sizes.rows:
             configs = CONFIGS[:1] if arguments.default_only or sizes.device == "cpu" else CONFIGS
             measure(pools, rows, sizes, theirs, rate, configs)
@@ -91,16 +91,23 @@ def main() -> None:
 
 
 def measure(
-    pools: list[KvPool], rows: int, sizes: Sizes, theirs: Attention | None, rate: float, configs: Sequence[AttentionConfig]
+    pools: list[Pool], rows: int, sizes: Sizes, theirs: Attention | None, rate: float, configs: Sequence[AttentionConfig]
 ) -> None:  # fmt: skip
     """Print the times of one format at one number of rows."""
-    kind = pools[0].layout.name
+    kind = pools[0].name
     first = step(rows, sizes, 0)
     nbytes = sum(read_bytes(pools[0], first, row) for row in range(rows))
     sets = -(-COLD // (nbytes * len(pools))) if sizes.device == "cuda" else 1
     work = [(pool, step(rows, sizes, seed)) for seed in range(sets) for pool in pools]
     exact = attention_reference(
-        first.q, *stored(pools[0]), first.table, first.requests, first.indices, first.lengths, SCALE
+        first.q,
+        pools[0].keys,
+        pools[0].values,
+        first.table,
+        first.requests,
+        first.indices,
+        first.lengths,
+        SCALE,
     )
 
     def error(out: torch.Tensor) -> str:
@@ -128,6 +135,16 @@ def measure(
         )
 
 
+@dataclass(frozen=True)
+class Pool:
+    """Keys and values of one layer; `packed` is None for plain rows."""
+
+    name: str
+    keys: StoredRows
+    values: StoredRows
+    packed: KvPool | None = None
+
+
 class Today:
     """SGLang's path for one number of rows, buffers as in a captured step."""
 
@@ -138,18 +155,25 @@ class Today:
         self.counts = torch.zeros(rows, dtype=torch.int32, device=sizes.device)
         self.starts = torch.arange(rows + 1, dtype=torch.int32, device=sizes.device) * sizes.topk
 
-    def parts(self) -> dict[str, Callable[[KvPool, Step], object]]:
+    def parts(self) -> dict[str, Callable[[Pool, Step], object]]:
         """The gather alone, and the whole where SGLang is there."""
         return {"slots and gather": self.gather, **({"whole": self.whole} if self.attention else {})}
 
-    def gather(self, pool: KvPool, of: Step) -> None:
+    def gather(self, pool: Pool, of: Step) -> None:
+        if pool.packed is None:
+            sparse = importlib.import_module("sglang.srt.layers.attention.qsa.sparse_attn")
+            sparse.qwen_sparse_kv_extraction_compact_triton(
+                pool.keys.payload, pool.values.payload, of.table, of.requests, of.indices, of.lengths, self.starts,
+                self.k, self.v, self.rows, self.topk,
+            )  # fmt: skip
+            return
         slots = selected_slots(
             of.table, of.requests, of.indices, of.lengths, self.starts, self.rows, self.topk
         )
-        pool.gather(0, "k", slots, self.k)
-        pool.gather(0, "v", slots, self.v)
+        pool.packed.gather(0, "k", slots, self.k)
+        pool.packed.gather(0, "v", slots, self.v)
 
-    def whole(self, pool: KvPool, of: Step) -> torch.Tensor:
+    def whole(self, pool: Pool, of: Step) -> torch.Tensor:
         assert self.attention is not None
         sparse = importlib.import_module("sglang.srt.layers.attention.qsa.sparse_attn")
         sparse.qwen_sparse_fa2_cu_seqlens_triton(
@@ -193,20 +217,20 @@ def sglangs_attention(sizes: Sizes) -> tuple[Attention | None, str]:
     return varlen, "flash_attn_varlen_func"
 
 
-def packed(pool: KvPool, of: Step, config: AttentionConfig) -> torch.Tensor:
+def packed(pool: Pool, of: Step, config: AttentionConfig) -> torch.Tensor:
     return decode_attention(
-        of.q, *stored(pool), of.table, of.requests, of.indices, of.lengths, SCALE, config=config
+        of.q, pool.keys, pool.values, of.table, of.requests, of.indices, of.lengths, SCALE, config=config
     )
 
 
-def stored(pool: KvPool) -> tuple[StoredRows, StoredRows]:
-    k, v = (pool.rows[0][side] for side in SIDES)
-    kv = pool.layout.rows
-    return StoredRows(k.payload, k.scales, kv, k.tiers), StoredRows(v.payload, v.scales, kv, v.tiers)
-
-
-def filled(layout: KvLayout, sizes: Sizes) -> KvPool:
-    """A pool of random codes; the newest slots own the ring."""
+def filled(kind: str, sizes: Sizes) -> Pool:
+    """A pool of random codes or numbers; the newest slots own the ring."""
+    if kind in PLAIN:
+        rows = torch.randn(2, sizes.context, HEADS, DIM, device=sizes.device, dtype=sizes.dtype).to(
+            PLAIN[kind]
+        )
+        return Pool(kind, StoredRows(rows[0], None, None), StoredRows(rows[1], None, None))
+    layout = KvLayout(kind, 1, HEADS, DIM, RING if kind == TIERED else 0)
     pool = KvPool(layout, sizes.context, device=sizes.device)
     for side in SIDES:
         rows = pool.rows[0][side]
@@ -217,7 +241,13 @@ def filled(layout: KvLayout, sizes: Sizes) -> KvPool:
         if rows.tiers is not None:
             newest = torch.arange(max(0, sizes.context - layout.ring), sizes.context, device=sizes.device)
             rows.tiers.owner[newest % layout.ring] = newest.int()
-    return pool
+    k, v = (pool.rows[0][side] for side in SIDES)
+    return Pool(
+        kind,
+        StoredRows(k.payload, k.scales, layout.rows, k.tiers),
+        StoredRows(v.payload, v.scales, layout.rows, v.tiers),
+        pool,
+    )
 
 
 def step(rows: int, sizes: Sizes, seed: int) -> Step:
@@ -233,13 +263,12 @@ def step(rows: int, sizes: Sizes, seed: int) -> Step:
     return Step(q, order()[None], torch.zeros_like(lengths), indices, lengths)
 
 
-def read_bytes(pool: KvPool, of: Step, row: int) -> int:
+def read_bytes(pool: Pool, of: Step, row: int) -> int:
     """Bytes of keys and values that one query row selected."""
-    k, _ = stored(pool)
-    assert k.scales is not None
+    k = pool.keys
     slots = of.table[0, of.indices[row].long()].long()
     hot = 0
-    row_bytes = k.payload[0].nbytes + k.scales[0].nbytes
+    row_bytes = k.payload[0].nbytes + (0 if k.scales is None else k.scales[0].nbytes)
     ring_bytes = row_bytes
     if k.ring is not None:
         hot = int((k.ring[2][slots % k.ring[2].numel()] == slots).sum())

@@ -20,6 +20,9 @@ from q38.model.kv_format import INT8_G64, KvFormat
 
 Ring = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int8 payload, fp16 scales, int32 owner
 _DIMS = (64, 128, 256)
+_E4M3 = torch.float8_e4m3fn
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32, _E4M3)
+_FP8 = (8, 9)  # what Triton's conversions from e4m3 need
 _MOST_QUERIES = 32
 _MOST_SPLITS = 128
 _MERGED = 64  # channels of one program of the merge
@@ -58,6 +61,11 @@ def missing(q: torch.Tensor, keys: StoredRows) -> str | None:
         return f"{q.shape[1]} query heads for {heads} KV heads"
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"queries of {q.dtype}"
+    stored, device = keys.payload.dtype, keys.payload.device
+    if keys.kv is None and stored not in _PLAIN:
+        return f"keys of {stored}"
+    if stored == _E4M3 and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8:
+        return f"{stored} before compute capability {_FP8[0]}.{_FP8[1]}"
     return None
 
 

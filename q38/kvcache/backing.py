@@ -141,6 +141,14 @@ class Backing:
         """Bytes that the driver holds for the pool."""
         return sum(arena.committed for _, arena in self._arenas)
 
+    def missing(self, pages: Iterable[int]) -> int:
+        """Bytes that the driver would have to give to back these pages."""
+        return self._missing([page for page in pages if not self._held[page]])
+
+    def at_hand(self) -> float:
+        """Bytes that can be taken without asking the lender for any, the headroom left whole."""
+        return min(self._free() + self.lender.kept() - self.headroom, self._left())
+
     def ensure(self, pages: Iterable[int]) -> int:
         """Back pages that are about to be handed out.
 

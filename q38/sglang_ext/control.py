@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _LONGEST = 2**16  # bytes of a request
+_PATIENCE_S = 5.0  # for a client that has connected to send its request, and to take its answer
 
 
 class ControlServer:
@@ -45,6 +46,7 @@ class ControlServer:
             except OSError:  # closed
                 return
             try:
+                connection.settimeout(_PATIENCE_S)
                 with connection, connection.makefile("rwb") as stream:
                     stream.write(json.dumps(handle(self.rows, stream.readline(_LONGEST))).encode() + b"\n")
             except OSError:
@@ -64,6 +66,13 @@ def handle(rows: ExpertRows, line: bytes) -> dict[str, Any]:
             return {"result": _act(rows, request), "status": rows.status()}
     except Q38Error as error:
         return error.to_dict()
+    except Exception as error:  # the thread that answers must live
+        logger.exception("q38: a control request failed")
+        return Q38Error(
+            f"internal error: {type(error).__name__}: {error}",
+            where="control",
+            remedy="read the server's log",
+        ).to_dict()
 
 
 def ask(path: Path, request: dict[str, Any], *, timeout_s: float = 60.0) -> dict[str, Any]:
@@ -90,7 +99,7 @@ def _act(rows: ExpertRows, request: dict[str, Any]) -> Any:
         return None
     if name == "routing":
         return rows.routing()
-    if name not in _ACTIONS:
+    if not isinstance(name, str) or name not in _ACTIONS:
         known = ", ".join(("status", "routing", *_ACTIONS))
         raise InputError(f"unknown action {name!r}", where="control", remedy=f"known: {known}")
     key, kind, act = _ACTIONS[name]
@@ -103,7 +112,10 @@ def _act(rows: ExpertRows, request: dict[str, Any]) -> Any:
 
 
 def _place(rows: ExpertRows, profile: str) -> None:
-    rows.place_by(Path(profile))
+    path = Path(profile)
+    if not path.is_file():  # a pipe would keep the rows' lock for as long as nobody writes
+        raise InputError("no such file", where=path, remedy="make it with q38 build-placement")
+    rows.place_by(path)
 
 
 _Action = tuple[str, type, Callable[..., Any]]

@@ -11,17 +11,14 @@ from typing import Any
 import torch
 
 from q38.sglang_ext.hooks import Hook
-from q38.sglang_ext.targets import KV_POOL, SPARSE
+from q38.sglang_ext.targets import KV_POOL
 
 _FP8 = torch.float8_e4m3fn
 
 
 def hooks() -> list[Hook]:
-    """See hooks.apply."""
-    return [
-        Hook(KV_POOL + ".set_kv_buffer", "around", set_kv_buffer),
-        Hook(SPARSE + "._try_fused_kv_attention", "around", fused_kv_attention),
-    ]
+    """See hooks.apply. `fused_kv_attention` is called by the hook of kv_attention.py, which has that method."""
+    return [Hook(KV_POOL + ".set_kv_buffer", "around", set_kv_buffer)]
 
 
 def set_kv_buffer(

@@ -11,25 +11,27 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from q38.base.errors import ResourceError
-from q38.base.units import MIB, format_bytes
-from q38.kvcache.addressing import Paging
+from q38.base.units import format_bytes
+from q38.kvcache.addressing import Paging, in_ring_order
 from q38.kvcache.backing import Backing, KvRefused, map_memory
 from q38.kvcache.layout import KvLayout
 from q38.residency.driver import Cuda, Driver
 from q38.sglang_ext.hooks import Hook
 from q38.sglang_ext.host_memory import HostMemory
+from q38.sglang_ext.kv_lender import ExpertLender
 from q38.sglang_ext.options import ExtensionOptions
-from q38.sglang_ext.targets import ALLOCATOR, SCHEDULE_BATCH, SCHEDULER
+from q38.sglang_ext.targets import ALLOCATOR, GRAMMARS, SCHEDULE_BATCH, SCHEDULER
 
 if TYPE_CHECKING:
-    import torch
-
     from q38.kvcache.pool import Memory
 
 logger = logging.getLogger(__name__)
 _INTERNAL, _BUSY, _REFUSED = 500, 503, 400  # HTTP status
-_MORE = 256 * MIB  # taken from the expert cache on top, so that a long prefill asks seldom
 _state: KvMemory | None = None
 
 
@@ -37,6 +39,7 @@ def hooks() -> list[Hook]:
     """See hooks.apply."""
     return [
         Hook(SCHEDULER + ".get_new_batch_prefill", "around", new_prefill),
+        Hook(GRAMMARS + ".get_ready_grammar_requests", "around", ready_grammars),
         Hook(SCHEDULER + ".on_idle", "around", on_idle),
         Hook(SCHEDULE_BATCH + ".check_decode_mem", "around", check_decode),
         Hook(SCHEDULE_BATCH + ".retract_decode", "after", end_decode),
@@ -46,87 +49,65 @@ def hooks() -> list[Hook]:
     ]
 
 
-class ExpertLender:
-    """The expert cache gives up rows for the KV cache, and takes them back when it needs less.
-
-    reserve: bytes that stay for the working memory of a step.
-    """
-
-    def __init__(self, reserve: int) -> None:
-        self._reserve, self._lent = reserve, False
-
-    def available(self) -> int:
-        """Bytes of rows that could still move to the host."""
-        from q38.sglang_ext import residency
-
-        if (stored := residency.loaded()) is None:
-            return 0
-        cache = stored.cache
-        resident = int(cache.resident.sum())
-        # By the rows and not by the free slots, of which an exchange under way holds some.
-        slots = cache.store.pool.slots.usable - (cache.store.rows - resident) - cache.spare
-        return min(max(slots, 0), resident) * stored.layout.row_bytes
-
-    def lend(self, nbytes: int) -> None:
-        """Shrink the expert cache."""
-        from q38.sglang_ext import residency
-
-        if (stored := residency.loaded()) is not None:
-            with stored.gate.move():
-                stored.traffic.collect()
-                given = stored.cache.free(nbytes + _MORE)
-            self._lent = self._lent or given > 0
-            logger.info("q38: the expert cache gave %s to the KV cache", format_bytes(given))
-
-    def take_back(self) -> None:
-        """Grow the expert cache into what is free again."""
-        from q38.sglang_ext import residency
-
-        if self._lent and (stored := residency.loaded()) is not None:
-            with stored.gate.move():
-                stored.traffic.collect()
-                rows = stored.cache.fill(max(self._reserve - self.kept(), self._reserve // 4))
-            self._lent = False
-            logger.info("q38: %d expert rows are back in device memory", rows)
-
-    def kept(self) -> int:
-        """Bytes that torch keeps from earlier steps for the next ones."""
-        import torch
-
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return 0
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        # Memory of captured graphs is in pools of its own, which no other step may use.
-        return sum(
-            s["total_size"] for s in segments if not s["active_size"] and s["segment_pool_id"] == (0, 0)
-        )
-
-    def give_back(self) -> None:
-        """Have torch return that memory to the driver; the next step takes it again, which costs it some 50 ms."""
-        import torch
-
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()
-
-
 class KvMemory:
-    """The backing of this process's KV cache, and what the scheduler's hooks need of it."""
+    """The backing of this process's KV cache, and what the scheduler's hooks need of it.
+
+    Attributes:
+        prefixes: SGLang's prefix cache, once the scheduler has shown it.
+        waits: what the scheduler was like when a request was last found to have to wait for memory.
+        grammars_taken: requests whose grammar is ready are in the queue already.
+    """
 
     def __init__(self, backing: Backing, quiesce: Callable[[], None]) -> None:
         self.backing, self._quiesce = backing, quiesce
+        self.prefixes: Any = None
+        self.waits: tuple[Any, ...] | None = None
+        self.grammars_taken = False
         self._changed, self._free = False, -1
+        self._newest = 0  # the page that was handed out last
+        ring, size = backing.layout.ring, backing.paging.size
+        self._ring = 0 if ring % size else ring // size  # pages
 
-    def ensure(self, allocator: Any, pages: int) -> None:
-        """Back the pages that the allocator hands out next.
+    def ensure(self, allocator: Any, pages: int, *, now: bool = False) -> None:
+        """Back the pages that the allocator hands out next. Finished prefixes make room where nothing else does.
+
+        Args:
+            now: they are handed out at once, and exactly so many.
 
         Raises:
             KvRefused: they do not fit.
         """
-        if pages > 0:
-            if pages > len(allocator.free_pages):
-                allocator.merge_and_sort_free()
-            if self.backing.ensure(allocator.free_pages[:pages].tolist()):
-                self._changed = True
+        if pages <= 0:
+            return
+        try:
+            handed = self._back(allocator, pages)
+        except KvRefused:
+            if not (evictable := 0 if self.prefixes is None else int(self.prefixes.evictable_size())):
+                raise
+            from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+            # Their pages are backed, and they come first among the free ones.
+            self.prefixes.evict(EvictParams(num_tokens=min(evictable, pages * allocator.page_size)))
+            handed = self._back(allocator, pages)
+        if now and handed:
+            self._newest = handed[-1]
+
+    def _back(self, allocator: Any, pages: int) -> list[int]:
+        """Choose the pages that come next and back them."""
+        if pages > len(allocator.free_pages):
+            allocator.merge_and_sort_free()
+        handed: list[int] = allocator.free_pages[:pages].tolist()
+        if self._ring:
+            if _meet(handed, self._ring):
+                free = allocator.free_pages.cpu().numpy()
+                handed = _put(allocator, in_ring_order(free, self._ring, self._newest + 1))[:pages]
+            # Room in the ring is worth no expert rows: where memory is short, pages that have some come first, then low ones.
+            if (wanted := self.backing.missing(handed)) and wanted > self.backing.at_hand():
+                free = np.sort(allocator.free_pages.cpu().numpy())
+                handed = _put(allocator, free[np.argsort(~self.backing.held[free], kind="stable")])[:pages]
+        if self.backing.ensure(handed):
+            self._changed = True
+        return handed
 
     def status(self) -> dict[str, Any]:
         """Format and bytes, for the control interface."""
@@ -145,16 +126,30 @@ class KvMemory:
         return self._changed or allocator.available_size() != self._free
 
     def trim(self, allocator: Any) -> int:
-        """Give back what only free pages use; the server is idle. Low pages are handed out first from then on."""
+        """Give back what only free pages use; the server is idle. Low pages are handed out first from then on, with a ring in its order."""
         self._quiesce()
         self._changed, self._free = False, allocator.available_size()
-        allocator.free_pages = allocator.get_all_free_pages().sort()[0]
+        free = np.sort(allocator.get_all_free_pages().cpu().numpy())
+        if self._ring:
+            free = in_ring_order(free, self._ring, self._newest + 1)
         allocator.staged_pages, allocator.num_staged_pages = [], 0
-        given = self.backing.trim(allocator.free_pages.tolist())
+        given = self.backing.trim(_put(allocator, free))
         if given:
             logger.info("q38: %s of KV cache are back with the driver", format_bytes(given))
             self.backing.lender.take_back()
         return given
+
+
+def _meet(pages: list[int], ring: int) -> bool:
+    """Whether pages that are written one after the other take each other's places in a ring of so many pages."""
+    newest = pages[-ring:]
+    return len({page % ring for page in newest}) < len(newest)
+
+
+def _put(allocator: Any, pages: NDArray[np.integer]) -> list[int]:
+    """Have the allocator hand its free pages out in this order."""
+    allocator.free_pages = torch.from_numpy(pages).to(allocator.free_pages)
+    return pages.tolist()  # type: ignore[no-any-return]
 
 
 def open_memory(
@@ -181,31 +176,55 @@ def open_memory(
 def _driver(device: torch.device) -> tuple[Driver, Callable[[], None]]:
     if device.type != "cuda":
         return HostMemory(), lambda: None
-    import torch
-
     return Cuda(device.index or 0), lambda: torch.cuda.synchronize(device)
 
 
 def new_prefill(original: Callable[..., Any], self: Any, running_batch: Any) -> Any:
     """Memory for the next prefill step first; a request that cannot get it is ended, or waits for those that run."""
-    if _state is None or not (self.chunked_req or self.waiting_queue):
+    if _state is None:
+        return original(self, running_batch)
+    _state.prefixes = self.tree_cache
+    # SGLang would take requests whose grammar is ready only in there, after the look at what those that wait need.
+    if self.grammar_manager.has_waiting_grammars():
+        for req in self.grammar_manager.get_ready_grammar_requests():
+            self._add_request_to_queue(req)
+    _state.grammars_taken = True
+    try:
+        return _prefill(original, self, running_batch)
+    finally:
+        _state.grammars_taken = False
+
+
+def ready_grammars(original: Callable[..., list[Any]], self: Any) -> list[Any]:
+    """Requests whose grammar is ready; none where new_prefill has just taken them."""
+    return [] if _state is not None and _state.grammars_taken else original(self)
+
+
+def _prefill(original: Callable[..., Any], self: Any, running_batch: Any) -> Any:
+    assert _state is not None
+    if _admits_nothing(self, running_batch):
         return original(self, running_batch)
     alone = running_batch.is_empty() and self.chunked_req is None
     if alone and (refused := _never_fits(self)) is not None:
         _end_waiting(self, str(refused), _REFUSED)
         return _no_prefill(running_batch)
+    if self.chunked_req is None and _state.waits == _situation(self, running_batch):
+        return _no_prefill(running_batch)
     try:
-        _ensure(self, _prefill_pages(self))
-    except KvRefused as refused:
-        logger.warning("q38: prefill: %s", refused)
+        _state.ensure(self.token_to_kv_pool_allocator, _prefill_pages(self))
+    except ResourceError as error:
+        logger.warning("q38: prefill: %s", error)
         if self.chunked_req is not None:
             done, total = self.chunked_req.prefix_len, len(self.chunked_req.origin_input_ids)
-            told = f"no memory for the KV cache after {done} of {total} tokens of the prompt; {done + refused.fits} would fit"
+            fits = error.fits if isinstance(error, KvRefused) else 0
+            told = f"no memory for the KV cache after {done} of {total} tokens of the prompt; {done + fits} would fit"
             self.chunked_req.discard_output_reason = _abort(told, _BUSY)
             self._pending_chunked_abort_req = self.chunked_req
             self.process_pending_chunked_abort()
         elif alone:
-            _end_waiting(self, str(refused), _BUSY)
+            _end_waiting(self, str(error), _BUSY)
+        else:
+            _state.waits = _situation(self, running_batch)
         return _no_prefill(running_batch)
     return original(self, running_batch)
 
@@ -216,11 +235,11 @@ def check_decode(original: Callable[..., bool], self: Any, selected_indices: lis
         return False
     if _state is None:
         return True
-    allocator = self.token_to_kv_pool_allocator
+    allocator, _state.prefixes = self.token_to_kv_pool_allocator, self.tree_cache
     tokens = self.new_tokens_required_next_decode(selected_indices)
     try:
         _state.ensure(allocator, -(-int(tokens) // allocator.page_size))
-    except KvRefused as refused:
+    except ResourceError as refused:
         logger.warning("q38: decode: %s", refused)
         return False
     return True
@@ -280,24 +299,28 @@ def alloc_decode(
 
 def _guard(allocator: Any, pages: int) -> None:
     """Unbacked pages would be an illegal access, so a step that slipped through the hooks above fails here instead."""
-    if _state is not None and pages:
-        _state.ensure(allocator, pages)
+    if _state is not None:
+        _state.ensure(allocator, pages, now=True)
 
 
-def _ensure(scheduler: Any, pages: int) -> None:
-    """Back the next pages; finished prefixes in the cache make room where nothing else does."""
-    assert _state is not None
-    allocator, cache = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
-    try:
-        _state.ensure(allocator, pages)
-    except KvRefused:
-        if not (evictable := int(cache.evictable_size())):
-            raise
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+def _admits_nothing(scheduler: Any, running_batch: Any) -> bool:
+    """Whether SGLang looks at no waiting request now, whatever memory there is: none waits, or as many run as may."""
+    if scheduler.chunked_req is not None:
+        return False
+    if not scheduler.waiting_queue:
+        return True
+    if running_batch.is_empty() or scheduler.enable_priority_preemption:
+        return False
+    if running_batch.batch_is_full and not scheduler.is_hybrid_swa:
+        return True
+    running = len(running_batch.reqs)
+    return bool(scheduler.get_num_allocatable_reqs(running, running_batch=running_batch) <= 0)
 
-        # Their pages are backed, and they come first among the free ones.
-        cache.evict(EvictParams(num_tokens=min(evictable, pages * allocator.page_size)))
-        _state.ensure(allocator, pages)
+
+def _situation(scheduler: Any, running_batch: Any) -> tuple[Any, ...]:
+    """What has to change before a request that waits for memory is worth another look."""
+    free = scheduler.token_to_kv_pool_allocator.available_size()
+    return free, len(running_batch.reqs), scheduler.waiting_queue[0].rid
 
 
 def _never_fits(scheduler: Any) -> KvRefused | None:
@@ -328,10 +351,16 @@ def _abort(message: str, status: int) -> Any:
 
 
 def _end_waiting(scheduler: Any, message: str, status: int) -> None:
+    """End the request that is next, and only that one: SGLang ends all whose names begin with the one it is given."""
     from sglang.srt.managers.io_struct import AbortReq
 
-    req = scheduler.waiting_queue[0]
-    scheduler.abort_request(AbortReq(rid=req.rid, finished_reason=_abort(message, status).to_json()))
+    grammars = scheduler.grammar_manager
+    queue, constrained = scheduler.waiting_queue, grammars.grammar_queue
+    scheduler.waiting_queue, grammars.grammar_queue = queue[:1], []
+    try:
+        scheduler.abort_request(AbortReq(rid=queue[0].rid, finished_reason=_abort(message, status).to_json()))
+    finally:
+        scheduler.waiting_queue, grammars.grammar_queue = scheduler.waiting_queue + queue[1:], constrained
 
 
 def _no_prefill(running_batch: Any) -> Any:

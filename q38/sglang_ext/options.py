@@ -14,6 +14,7 @@ from q38.model.kv import RING_SLOTS
 
 # q38's INT8 kernels; SGLang's own (Marlin); plain matrices, unpacked to bf16 at load.
 DENSE = ("int8", "sglang", "unpacked")
+DECODE_TOKENS = 64  # of one decode step: what the fixed buffer of n-gram rows holds
 
 
 @dataclass(frozen=True)

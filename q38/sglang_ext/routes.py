@@ -2,7 +2,8 @@
 
 GET /q38/residency            where the rows lie: per layer, on both sides, bytes
 POST /q38/residency           {"action": "grow" | "shrink", "rows": N}, {"action": "fill", "reserve": BYTES},
-                              {"action": "free", "bytes": N}, {"action": "place", "profile": FILE}
+                              {"action": "free", "bytes": N}, {"action": "place", "profile": FILE};
+                              Content-Type: application/json
 GET /q38/routing              how often each expert was chosen, for a routing profile
 GET /q38/metrics              hit rate, bytes over the link, n-gram rows, KV use, for Prometheus
 GET /metrics                  the same behind SGLang's own figures
@@ -14,7 +15,7 @@ import hmac
 from pathlib import Path
 from typing import Any
 
-from q38.base.errors import Q38Error
+from q38.base.errors import InputError, Q38Error
 from q38.sglang_ext.control import ask
 from q38.sglang_ext.metrics import CONTENT_TYPE, prometheus
 
@@ -49,6 +50,13 @@ def add_routes(app: Any, control: Path, *, key: str | None = None) -> None:
         return await answer({"action": "routing"})
 
     async def change(request: Request) -> JSONResponse:
+        # What a page of another site can have a browser send without asking this server first is no JSON by its type.
+        kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            refusal = InputError(
+                f"a body of type '{kind}'", where=PATH, remedy="send Content-Type: application/json"
+            )
+            return JSONResponse(refusal.to_dict(), 415)
         try:
             body = await request.json()
         except ValueError:
@@ -60,11 +68,14 @@ def add_routes(app: Any, control: Path, *, key: str | None = None) -> None:
             answered = await run_in_threadpool(ask, control, {"action": "status"})
         except Q38Error as error:
             return JSONResponse(error.to_dict(), 503)
+        if "error" in answered:
+            return JSONResponse(answered, 503)
         return PlainTextResponse(prometheus(answered["status"]), media_type=CONTENT_TYPE)
 
     async def all_metrics(request: Request, rest: str) -> Any:
-        given = request.headers.get("Authorization", "")
-        if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        known = scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), (key or "").encode())
+        if key is not None and not known:
             return JSONResponse({"error": "Unauthorized"}, 401)
         own = await metrics()
         # A scrape must not fail because the process with the model is busy or gone: SGLang's figures tell of that.

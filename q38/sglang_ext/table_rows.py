@@ -17,9 +17,9 @@ from q38.ple.cast import dequantize
 from q38.ple.fetch import RowFetcher
 from q38.ple.reader import PleTable
 from q38.ple.row_source import RowSource
+from q38.sglang_ext.options import DECODE_TOKENS
 from q38.sglang_ext.stream_rows import StreamRows
 
-DECODE_TOKENS = 64  # tokens of one decode step that the fixed buffer holds
 Tokens = Sequence[int]
 
 

@@ -14,6 +14,7 @@ LOADER = _SRT + "model_loader.loader.DefaultModelLoader"
 QWEN4 = _SRT + "models.qwen4_exp"
 BREAKABLE = _SRT + "model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend"
 INDEXER = _SRT + "layers.attention.qsa.qsa_indexer.QSAIndexer"
+GRAMMARS = _SRT + "constrained.grammar_manager.GrammarManager"
 SPARSE = _SRT + "layers.attention.qwen_sparse_attn_backend.QwenSparseAttnBackend"
 KV_POOL = _SRT + "mem_cache.memory_pool.MHATokenToKVPool"
 SERVER_ARGS = _SRT + "server_args.ServerArgs"
@@ -194,12 +195,13 @@ MECHANISMS = (
     Mechanism(
         "fp8-clamp",
         "keys and values beyond 448 saturate in an fp8 cache instead of turning into NaN",
-        (KV_POOL + ".set_kv_buffer", SPARSE + "._try_fused_kv_attention"),
+        (KV_POOL + ".set_kv_buffer",),
+        (SPARSE + "._try_fused_kv_attention",),
         cuda=True,
     ),
     Mechanism(
         "kv-formats",
-        "keys and values in INT8, INT4 or both, rounded on write and gathered on read",
+        "keys and values in INT8, INT4 or both; decode steps of every format attend to rows where they lie",
         (
             KV_CONFIGURATOR + "._build_mha_quant_method",
             POOL_SIZES + "._compute_cell_size",
@@ -214,6 +216,7 @@ MECHANISMS = (
             QSA + ".sparse_attn.pack_qsa_prefill_kv",
             QSA + ".kernel.qsa_sparse_attention",
             SPARSE + "._forward_paged_attention",
+            SPARSE + "._try_fused_kv_attention",
         ),
         (
             SPARSE + "._expand_block_indices",
@@ -236,6 +239,7 @@ MECHANISMS = (
         (
             SCHEDULER + ".get_new_batch_prefill",
             SCHEDULER + ".on_idle",
+            GRAMMARS + ".get_ready_grammar_requests",
             SCHEDULE_BATCH + ".check_decode_mem",
             SCHEDULE_BATCH + ".retract_decode",
             ALLOCATOR + ".alloc",
@@ -246,6 +250,10 @@ MECHANISMS = (
             SCHEDULER + ".process_pending_chunked_abort",
             SCHEDULER + ".abort_request",
             SCHEDULER + ".is_fully_idle",
+            SCHEDULER + "._get_new_batch_prefill_raw",
+            SCHEDULER + "._add_request_to_queue",
+            SCHEDULER + ".get_num_allocatable_reqs",
+            GRAMMARS,
             SCHEDULE_BATCH + ".new_tokens_required_next_decode",
             ALLOCATOR,
         ),

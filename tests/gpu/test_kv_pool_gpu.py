@@ -14,7 +14,7 @@ from q38.kvcache.backing import Backing, KvRefused, map_memory
 from q38.kvcache.layout import ROWS, SIDES, TIERED, KvLayout
 from q38.kvcache.pool import KvPool, gather_many
 from q38.residency.driver import Cuda
-from q38.sglang_ext.kv_memory import ExpertLender
+from q38.sglang_ext.kv_lender import ExpertLender
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,6 +11,7 @@ FORMATS: dict[str, tuple[str, str, int, int, int]] = {  # payload, scales, bits,
     "int4": ("*u8", "*fp16", 4, 32, 0),
     "int8ring_int4": ("*u8", "*fp16", 4, 32, 8192),
     "bf16": ("*bf16", "*bf16", 0, 256, 0),
+    "fp8": ("*fp8e4nv", "*fp8e4nv", 0, 256, 0),
 }
 
 

@@ -58,7 +58,7 @@ def queries(rows: int = 3) -> torch.Tensor:
     return torch.randn(rows, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(6))
 
 
-def difference(name: str, *, in_graph: bool) -> float:
+def difference(name: str | None, *, in_graph: bool) -> float:
     """Relative difference of the whole hooked method on a "GPU" from itself on a CPU, which is SGLang's reference.
 
     in_graph: requests come from the metadata, as in a captured step, and the forward batch must not be asked.
@@ -90,6 +90,19 @@ def goes_to_sglang(name: str | None, *, gpu: bool = True, rows: int = 3, heads: 
     answer = kv_attention.decode(lambda *args: told.append(args), made, q, LAYER, batch, indices)
     assert not told or all(a is b for a, b in zip(told[0], (made, q, LAYER, batch, indices), strict=True))
     assert bool(told) == (answer is None)
+    return bool(told)
+
+
+def is_fused(name: str | None, *, gpu: bool = True, rows: int = 3, heads: int = HEADS * GROUP) -> bool:
+    """Whether a decode step reaches SGLang's fused write and gather, with all of its arguments."""
+    made, batch = backend(name)
+    layer = SimpleNamespace(layer_id=1, scaling=0.125, tp_q_head_num=heads, head_dim=DIM)
+    q = torch.zeros(rows, heads * DIM)
+    arguments = (q.as_subclass(OnGpu) if gpu else q, "k", "v", layer, batch, selection())
+    told: list[Any] = []
+    answer = kv_attention.apart(lambda *args: told.append(args) or "fused", made, *arguments)
+    assert not told or all(a is b for a, b in zip(told[0], (made, *arguments), strict=True))
+    assert answer == ("fused" if told else None)
     return bool(told)
 
 

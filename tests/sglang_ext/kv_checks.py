@@ -227,6 +227,31 @@ class Small(HostMemory):
         self.left += self.sizes.pop(handle)
 
 
+def named(rid: str, tokens: int) -> Any:
+    """A request that waits with a prompt of so many tokens."""
+    return SimpleNamespace(origin_input_ids=[1] * tokens, output_ids=[], rid=rid)
+
+
+class Grammars:
+    """Requests whose grammar is compiled, and those whose grammar has just become ready."""
+
+    def __init__(self) -> None:
+        self.grammar_queue: list[Any] = []
+        self.ready: list[Any] = []
+
+    def has_waiting_grammars(self) -> bool:
+        return bool(self.grammar_queue or self.ready)
+
+    def get_ready_grammar_requests(self) -> list[Any]:
+        """Once each, and through the hook, as SGLang's own call goes."""
+
+        def take(_self: Any) -> list[Any]:
+            taken, self.ready = self.ready, []
+            return taken
+
+        return kv_memory.ready_grammars(take, self)
+
+
 class Scheduler(SimpleNamespace):
     """What of SGLang's scheduler the hooks look at, over a real pool and allocator with `pages` pages of memory."""
 
@@ -238,7 +263,7 @@ class Scheduler(SimpleNamespace):
         driver.left = pages * kv_memory._state.backing._missing([2])
         allocator = PagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.bfloat16, "cpu", self.kv, need_sort=False)
         self.told: list[Any] = []
-        request = SimpleNamespace(origin_input_ids=[1] * waiting, output_ids=[], rid="waiting")
+        request = named("waiting", waiting)
         super().__init__(
             token_to_kv_pool_allocator=allocator,
             chunked_req=SimpleNamespace(
@@ -250,6 +275,10 @@ class Scheduler(SimpleNamespace):
             chunked_prefill_size=128,
             max_total_num_tokens=TOKENS,
             tree_cache=SimpleNamespace(evictable_size=lambda: evictable, evict=self.evict),
+            grammar_manager=Grammars(),
+            enable_priority_preemption=False,
+            is_hybrid_swa=False,
+            get_num_allocatable_reqs=lambda _running, running_batch: 1,
             kv=self.kv,
             told=self.told,
             held=None,
@@ -260,7 +289,14 @@ class Scheduler(SimpleNamespace):
         self.token_to_kv_pool_allocator.free(self.held)
 
     def abort_request(self, request: Any) -> None:
-        self.told.append(["abort", request.rid, request.finished_reason])
+        """As SGLang ends requests: all whose name begins with the one given, in both queues."""
+        gone = [req for req in self.waiting_queue if req.rid.startswith(request.rid)]
+        self.waiting_queue = [req for req in self.waiting_queue if req not in gone]
+        gone += [req for req in self.grammar_manager.grammar_queue if req.rid.startswith(request.rid)]
+        self.told.extend(["abort", req.rid, request.finished_reason] for req in gone)
+
+    def _add_request_to_queue(self, req: Any) -> None:
+        self.waiting_queue.append(req)
 
     def process_pending_chunked_abort(self) -> None:
         self.told.append(
@@ -268,25 +304,72 @@ class Scheduler(SimpleNamespace):
         )
 
 
+def running(count: int, *, full: bool = False) -> Any:
+    """A batch of so many requests that decode."""
+    return SimpleNamespace(is_empty=lambda: not count, reqs=[None] * count, batch_is_full=full)
+
+
 def prefill(
-    pages: int, *, running: int = 0, first: int = 0, freed: bool = False, **options: Any
+    pages: int, *, others: int = 0, full: bool = False, first: int = 0, freed: bool = False, **options: Any
 ) -> list[Any]:
     """What the hook of the prefill does; the last entry says whether SGLang's own function was reached.
 
-    first: pages that another request has before, and gives back where `freed`.
+    first: pages that another request has before, and gives back where `freed`. others: requests that decode; full: no more may.
     """
     scheduler = Scheduler(pages, **options)
     if first:
         scheduler.held = scheduler.token_to_kv_pool_allocator.alloc(first * PAGE)
     if freed:
         scheduler.token_to_kv_pool_allocator.free(scheduler.held)
-    batch = SimpleNamespace(is_empty=lambda: not running)
+    batch = running(others, full=full)
     reached = []
     plan = kv_memory.new_prefill(lambda *_: reached.append(1), scheduler, batch)
     if not reached:
         assert plan.batch_to_run is None and plan.running_batch is batch
     kv_memory._state = None
     return [*scheduler.told, bool(reached)]
+
+
+def waits(steps: int) -> list[int]:
+    """How often memory is looked for in so many steps of others while a request waits, then with one of them gone."""
+    scheduler, asked = Scheduler(1, waiting=200), list[int]()
+    state = kv_memory._state
+    assert state is not None
+    ensure = state.backing.ensure
+    state.backing.ensure = lambda pages: (asked.append(1), ensure(pages))[1]  # type: ignore[method-assign]
+    for _ in range(steps):
+        kv_memory.new_prefill(lambda *_: None, scheduler, running(2))
+    during = len(asked)
+    kv_memory.new_prefill(lambda *_: None, scheduler, running(1))
+    kv_memory._state = None
+    return [during, len(asked) - during]
+
+
+def ends_one() -> list[Any]:
+    """The request that does not fit, those that are left in both queues, and what was told."""
+    scheduler = Scheduler(1)
+    scheduler.waiting_queue = [named("job-1", 200), named("job-10", 10), named("other", 10)]
+    scheduler.grammar_manager.grammar_queue = [named("job-11", 10)]
+    kv_memory.new_prefill(lambda *_: None, scheduler, running(0))
+    kv_memory._state = None
+    left = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+    return [[req.rid for req in left], [(what, rid) for what, rid, _ in scheduler.told]]
+
+
+def ready(pages: int) -> list[Any]:
+    """A request whose grammar becomes ready: what SGLang's own function finds ready, in the queue, and what was told."""
+    scheduler, found = Scheduler(pages), list[Any]()
+    scheduler.grammar_manager.ready = [named("json", 200)]
+
+    def sglang(self: Any, _batch: Any) -> None:
+        self.grammar_manager.ready = [named("later", 1)]
+        found.append([len(self.grammar_manager.get_ready_grammar_requests()), len(self.waiting_queue)])
+
+    kv_memory.new_prefill(sglang, scheduler, running(0))
+    scheduler.grammar_manager.ready = [named("later", 1)]
+    again = len(scheduler.grammar_manager.get_ready_grammar_requests())
+    kv_memory._state = None
+    return [found, [(what, rid) for what, rid, _ in scheduler.told], again]
 
 
 def idle(*, fully: bool) -> list[str]:
@@ -305,9 +388,11 @@ def idle(*, fully: bool) -> list[str]:
     return [what for what, _ in groupby(told)]
 
 
-def decode(pages: int, tokens: int) -> bool:
-    """Whether a decode step that needs so many tokens' pages is said to fit."""
-    scheduler = Scheduler(pages)
+def decode(pages: int, tokens: int, *, prefix: int = 0) -> bool:
+    """Whether a decode step that needs so many tokens' pages is said to fit; finished prefixes have `prefix` pages."""
+    scheduler = Scheduler(pages, evictable=prefix * PAGE)
+    if prefix:
+        scheduler.held = scheduler.token_to_kv_pool_allocator.alloc(prefix * PAGE)
     scheduler.new_tokens_required_next_decode = lambda selected: tokens
     answer = kv_memory.check_decode(lambda *_: True, scheduler)
     kv_memory._state = None

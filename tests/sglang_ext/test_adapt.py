@@ -18,7 +18,7 @@ from q38.residency.profile import Profile, save
 from q38.serving.launch import running_server
 from q38.serving.sglang_settings import SglangSettings
 from q38.sglang_ext import residency
-from q38.sglang_ext.kv_memory import ExpertLender
+from q38.sglang_ext.kv_lender import ExpertLender
 from q38.sglang_ext.metrics import prometheus
 from q38.sglang_ext.options import ExtensionOptions
 from q38.sglang_ext.residency import ExpertRows

@@ -16,6 +16,7 @@ import torch
 from q38.base.errors import ResourceError
 from q38.checkpoint.index import Checkpoint
 from q38.residency import profile
+from q38.sglang_ext import control
 from q38.sglang_ext.control import ControlServer, ask, handle
 from q38.sglang_ext.gate import Gate
 from q38.sglang_ext.options import ExtensionOptions
@@ -78,7 +79,12 @@ def test_the_routing_so_far_is_told(socket: Path, rows: ExpertRows) -> None:
         ({"action": "grow", "rows": "8"}, "needs rows", 2),
         ({"action": "grow", "rows": 1000}, "on the host", 3),
         ({"action": "shrink", "rows": 30}, "short", 3),
+        ({"action": []}, "unknown action", 2),
+        ({"action": {}}, "unknown action", 2),
         ({"action": "place", "profile": "/no/such/file"}, "no such file", 2),
+        ({"action": "place", "profile": "/"}, "no such file", 2),
+        ({"action": "place", "profile": "/dev/stdin"}, "no such file", 2),
+        ({"action": "place", "profile": "a\0b"}, "no such file", 2),
     ],
 )
 def test_a_refusal_is_an_answer_and_changes_nothing(
@@ -94,6 +100,27 @@ def test_a_refusal_is_an_answer_and_changes_nothing(
 @pytest.mark.parametrize("line", [b"", b"\n", b"[]\n", b"{\n", b"\xff\xfe\n"])
 def test_garbage_is_answered(rows: ExpertRows, line: bytes) -> None:
     assert handle(rows, line)["error"]["exit_code"] == 2
+
+
+def test_whatever_fails_is_answered_and_the_next_request_too(
+    socket: Path, rows: ExpertRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(rows.traffic, "collect", lambda: 1 / 0)
+        answer = ask(socket, {"action": "routing"})["error"]
+        assert (answer["exit_code"], "ZeroDivisionError" in answer["what"]) == (1, True)
+    assert ask(socket, {"action": "status"})["status"]["rows_on_device"] == 32
+
+
+def test_a_client_that_sends_nothing_keeps_nobody_waiting(
+    socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket as sockets
+
+    monkeypatch.setattr(control, "_PATIENCE_S", 0.05)
+    with sockets.socket(sockets.AF_UNIX) as silent:
+        silent.connect(str(socket))
+        assert ask(socket, {"action": "status"}, timeout_s=10)["status"]["rows_on_device"] == 32
 
 
 def test_nobody_there_is_said(tmp_path: Path) -> None:

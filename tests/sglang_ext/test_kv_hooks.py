@@ -108,7 +108,29 @@ def test_pages_of_a_request_that_just_ended_count_for_the_next(child: Child) -> 
 
 
 def test_a_prompt_waits_while_others_run(child: Child) -> None:
-    assert ask(child, "prefill(1, waiting=200, running=1)") == [False]
+    assert ask(child, "prefill(1, waiting=200, others=1)") == [False]
+
+
+def test_nothing_is_done_for_a_request_that_sglang_would_not_admit(child: Child) -> None:
+    """No memory, no evicted prefix: as many run as may."""
+    full = "prefill(1, waiting=200, others=1, full=True, first=1, evictable=64)"
+    assert ask(child, full) == [True]
+    assert ask(child, full.replace("full=True", "full=False"))[0] == ["evict", 64]
+
+
+def test_a_request_that_waits_is_looked_at_again_when_something_has_changed(child: Child) -> None:
+    assert ask(child, "waits(5)") == [1, 1]
+
+
+def test_only_the_request_that_does_not_fit_is_ended(child: Child) -> None:
+    left, told = ask(child, "ends_one()")
+    assert left == ["job-10", "other", "job-11"]
+    assert told == [["abort", "job-1"]]
+
+
+def test_a_request_whose_grammar_becomes_ready_is_looked_at_like_any_other(child: Child) -> None:
+    assert ask(child, "ready(8)") == [[[0, 1]], [], 1]
+    assert ask(child, "ready(1)") == [[], [["abort", "json"]], 1]
 
 
 def test_in_mid_prefill_memory_that_is_gone_ends_that_request_with_503(child: Child) -> None:
@@ -131,4 +153,5 @@ def test_memory_goes_only_when_no_step_is_under_way_and_the_device_is_done(child
 def test_decode_is_told_when_memory_is_gone(child: Child) -> None:
     assert ask(child, "decode(4, 64)") is True
     assert ask(child, "decode(0, 64)") is False
+    assert ask(child, "decode(1, 64, prefix=1)") is True  # the prefix's page
     assert ask(child, "decode(0, 0)") is True
