@@ -46,7 +46,7 @@ def apart(
         queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         if rows_of(self, queries, layer, indices) is not None:
             return None
-    return fused_kv_attention(original, self, q, k, v, layer, forward_batch, indices)
+    return fused_kv_attention(original, self, q, k, v, layer, forward_batch, indices)  # type: ignore[no-any-return]
 
 
 def decode(

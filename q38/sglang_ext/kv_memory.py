@@ -8,6 +8,7 @@ at admission with status 400 and what would fit, in mid-prefill and in decode wi
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +65,9 @@ class KvMemory:
         self.waits: tuple[Any, ...] | None = None
         self.grammars_taken = False
         self._changed, self._free = False, -1
-        self._newest = 0  # the page that was handed out last
         ring, size = backing.layout.ring, backing.paging.size
         self._ring = 0 if ring % size else ring // size  # pages
+        self._handed = deque[int](maxlen=self._ring)  # pages handed out, the newest last
 
     def ensure(self, allocator: Any, pages: int, *, now: bool = False) -> None:
         """Back the pages that the allocator hands out next. Finished prefixes make room where nothing else does.
@@ -89,8 +90,8 @@ class KvMemory:
             # Their pages are backed, and they come first among the free ones.
             self.prefixes.evict(EvictParams(num_tokens=min(evictable, pages * allocator.page_size)))
             handed = self._back(allocator, pages)
-        if now and handed:
-            self._newest = handed[-1]
+        if now:
+            self._handed.extend(handed)
 
     def _back(self, allocator: Any, pages: int) -> list[int]:
         """Choose the pages that come next and back them."""
@@ -99,8 +100,7 @@ class KvMemory:
         handed: list[int] = allocator.free_pages[:pages].tolist()
         if self._ring:
             if _meet(handed, self._ring):
-                free = allocator.free_pages.cpu().numpy()
-                handed = _put(allocator, in_ring_order(free, self._ring, self._newest + 1))[:pages]
+                handed = _put(allocator, self._in_order(allocator.free_pages))[:pages]
             # Room in the ring is worth no expert rows: where memory is short, pages that have some come first, then low ones.
             if (wanted := self.backing.missing(handed)) and wanted > self.backing.at_hand():
                 free = np.sort(allocator.free_pages.cpu().numpy())
@@ -108,6 +108,15 @@ class KvMemory:
         if self.backing.ensure(handed):
             self._changed = True
         return handed
+
+    def _in_order(self, free: torch.Tensor) -> NDArray[np.integer]:
+        """Free pages as they are to be handed out: low ones first; with a ring, on from the newest page that is still in use."""
+        pages = np.sort(free.cpu().numpy())
+        if not self._ring:
+            return pages
+        unused = set(pages.tolist())
+        newest = next((page for page in reversed(self._handed) if page not in unused), 0)
+        return in_ring_order(pages, self._ring, newest + 1)
 
     def status(self) -> dict[str, Any]:
         """Format and bytes, for the control interface."""
@@ -129,9 +138,7 @@ class KvMemory:
         """Give back what only free pages use; the server is idle. Low pages are handed out first from then on, with a ring in its order."""
         self._quiesce()
         self._changed, self._free = False, allocator.available_size()
-        free = np.sort(allocator.get_all_free_pages().cpu().numpy())
-        if self._ring:
-            free = in_ring_order(free, self._ring, self._newest + 1)
+        free = self._in_order(allocator.get_all_free_pages())
         allocator.staged_pages, allocator.num_staged_pages = [], 0
         given = self.backing.trim(_put(allocator, free))
         if given:

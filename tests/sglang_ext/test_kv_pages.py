@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -79,12 +78,12 @@ def test_asking_for_none_or_for_more_than_there_are_is_no_error(pages: int) -> N
 
 def test_where_memory_is_short_low_pages_are_taken_instead() -> None:
     state, allocator = memory(TIERED, ring_pages=8)
-    start = state.backing.committed
-    allocator.give(hand_out(state, allocator, 7))
+    hand_out(state, allocator, 7)
+    allocator.give([1, 2])
     state.trim(allocator)
-    assert allocator.free_pages[:2].tolist() == [8, 1]
+    assert allocator.free_pages[:3].tolist() == [8, 1, 2]
     # Page 8 is the first whose scales lie in a second chunk; there is memory for two pages in the first.
-    state.backing.limit = start + state.backing._missing([1, 2])
+    state.backing.limit = state.backing.committed + state.backing._missing([1, 2])
     assert state.backing._missing([8, 1]) > state.backing._missing([1, 2])
     assert hand_out(state, allocator, 2) == [1, 2]
     with pytest.raises(KvRefused):
@@ -107,22 +106,31 @@ def test_pages_given_back_since_the_last_idle_moment_are_put_in_order_too() -> N
     state, allocator = memory(TIERED, ring_pages=8)
     hand_out(state, allocator, 11)
     allocator.give([2, 3, 10, 11])
-    assert hand_out(state, allocator, 4) == [12, 13, 14, 15]
-    assert hand_out(state, allocator, 3) == [16, 2, 3]
+    # Two pairs of them share a place; the newest page that is in use is 9.
+    assert hand_out(state, allocator, 4) == [2, 3, 12, 13]
+    assert hand_out(state, allocator, 3) == [14, 15, 16]
 
 
-def test_pages_that_are_only_looked_at_do_not_count_as_the_newest() -> None:
-    state, allocator = memory(TIERED, ring_pages=8)
-    allocator.give(hand_out(state, allocator, 3))
+def test_pages_that_are_only_looked_at_do_not_count_as_handed_out() -> None:
+    state, allocator = memory(TIERED, ring_pages=2)
+    assert hand_out(state, allocator, 3) == [1, 2, 3]
     state.ensure(allocator, 6)
+    allocator.give([2])
     state.trim(allocator)
-    assert allocator.free_pages[0] == 4
+    assert allocator.free_pages[:4].tolist() == [2, 5, 4, 7]
 
 
-def test_the_next_request_goes_on_where_the_last_one_ended() -> None:
-    """Also where its pages are free again: what is in the ring then stays there for as long as it can."""
+def test_the_next_request_goes_on_after_the_newest_page_that_is_kept() -> None:
+    """The fourth page was not full, so no prefix keeps it: its place is free for what follows the third."""
     state, allocator = memory(TIERED, ring_pages=8)
-    first: list[Any] = hand_out(state, allocator, 3)
-    allocator.give(first)
+    assert hand_out(state, allocator, 4) == [1, 2, 3, 4]
+    allocator.give([4])
     state.trim(allocator)
     assert hand_out(state, allocator, 3) == [4, 5, 6]
+
+
+def test_where_nothing_is_kept_low_pages_come_first() -> None:
+    state, allocator = memory(TIERED, ring_pages=8)
+    allocator.give(hand_out(state, allocator, 5)[::-1])
+    state.trim(allocator)
+    assert allocator.free_pages.tolist() == list(range(1, PAGES + 1))
