@@ -140,7 +140,7 @@ class Phases:
         self.seconds: dict[str, tuple[float, float]] = {}
 
     @contextmanager
-    def task(self, label: str, total: float | None, unit: str = "B") -> Iterator[Phases]:
+    def task(self, label: str, total: float | None, unit: str = "B", done: float = 0) -> Iterator[Phases]:
         wall, cpu = time.perf_counter(), _cpu()
         yield self
         self.seconds[label] = (time.perf_counter() - wall, _cpu() - cpu)

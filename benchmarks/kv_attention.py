@@ -4,7 +4,7 @@
     TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/kv_attention.py --device cpu    # a rehearsal at a small size
 
 SGLang's path: counts and prefix sum of the selection, q38's slots and two gathers into a bf16 scratch (of bf16 and
-fp8 rows SGLang's own gather), then flash_attn_varlen_func where it is installed, else SGLang's own Triton kernel for packed decode. Both paths get the
+fp8 rows SGLang's own gather), then flash_attn_varlen_func where it is installed, else SGLang's own Triton kernel for packed decode; torch's FlashAttention beside it. Both paths get the
 same queries, selections and pools. Calls of 12 layers, each with its pool and its random slots, are captured
 into one graph, with as many selections that the rows of a replay do not fit into the L2 cache; times are per layer.
 Bytes are those of codes and scales of the selected rows (and of the ring where it has them).
@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from q38.kernels.kv_attention import AttentionConfig, StoredRows, decode_attention, split
 from q38.kernels.kv_attention_reference import attention_reference
@@ -157,7 +159,12 @@ class Today:
 
     def parts(self) -> dict[str, Callable[[Pool, Step], object]]:
         """The gather alone, and the whole where SGLang is there."""
-        return {"slots and gather": self.gather, **({"whole": self.whole} if self.attention else {})}
+        torchs = {"gather and torch's FlashAttention": self.torchs}
+        return {
+            "slots and gather": self.gather,
+            **torchs,
+            **({"whole": self.whole} if self.attention else {}),
+        }
 
     def gather(self, pool: Pool, of: Step) -> None:
         if pool.packed is None:
@@ -172,6 +179,14 @@ class Today:
         )
         pool.packed.gather(0, "k", slots, self.k)
         pool.packed.gather(0, "v", slots, self.v)
+
+    def torchs(self, pool: Pool, of: Step) -> torch.Tensor:
+        """FlashAttention 2 as torch has it, which takes rows of equal length only: here all have the same."""
+        self.gather(pool, of)
+        k, v = (of_all.view(self.rows, self.topk, HEADS, DIM).transpose(1, 2) for of_all in (self.k, self.v))
+        backend = SDPBackend.FLASH_ATTENTION if of.q.is_cuda else SDPBackend.MATH
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(of.q[:, :, None], k, v, scale=SCALE, enable_gqa=True)[:, :, 0]
 
     def whole(self, pool: Pool, of: Step) -> torch.Tensor:
         assert self.attention is not None

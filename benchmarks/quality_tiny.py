@@ -61,6 +61,7 @@ def recipe(bits: int, experts: dict[str, Any]) -> Any:
     """The recipe `tiny` with the dense matrices at 8 bits and other experts."""
     value = load_recipe("tiny").to_dict()
     value["quantize"]["bits"] = {"experts": bits, **DENSE}
+    value["requant_int8"]["groups"] = []
     value["quantize"]["experts"] |= experts
     return parse_recipe(value)
 

@@ -20,8 +20,17 @@ class Task(Protocol):
 class Progress(Protocol):
     """Where tasks are drawn."""
 
-    def task(self, label: str, total: float | None, unit: str = "B") -> AbstractContextManager[Task]:
-        """Open a task. `unit` "B" shows bytes, bytes/s and ETA; any other word counts that thing."""
+    def task(
+        self, label: str, total: float | None, unit: str = "B", done: float = 0
+    ) -> AbstractContextManager[Task]:
+        """Open a task.
+
+        Args:
+            label: what is done.
+            total: units in all, None if not known.
+            unit: "B" shows bytes, bytes/s and ETA; any other word counts that thing.
+            done: units that an earlier process did; they count, but say nothing about the rate.
+        """
 
     def say(self, text: str) -> None:
         """One line that stays, on stderr."""
@@ -37,8 +46,8 @@ class _SilentTask:
 
 class _Silent:
     @contextmanager
-    def task(self, label: str, total: float | None, unit: str = "B") -> Iterator[Task]:
-        del label, total, unit
+    def task(self, label: str, total: float | None, unit: str = "B", done: float = 0) -> Iterator[Task]:
+        del label, total, unit, done
         yield _SilentTask()
 
     def say(self, text: str) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from typing import TypeVar
 
 from q38.base.progress import Progress, Task
@@ -60,3 +61,16 @@ def spread(
             meter.stop()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """torch works with one thread inside: what is spread over threads is whole matrices, not their pieces."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

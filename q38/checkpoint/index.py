@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from q38.base.errors import InputError
+from q38.base.files import require_directory
 from q38.base.garbage import collection_paused
 from q38.checkpoint.header import Header, TensorInfo, read_header
+from q38.checkpoint.paths import reading
 from q38.model.names import Group, classify
 
 if TYPE_CHECKING:
@@ -43,12 +45,7 @@ class Checkpoint:
             InputError: a file is missing or broken, or index and headers disagree.
         """
         root = Path(path)
-        if not root.is_dir():
-            raise InputError(
-                "no such directory",
-                where=root,
-                remedy="give a directory that holds config.json and safetensors files",
-            )
+        require_directory(root, remedy="give a directory that holds config.json and safetensors files")
         with collection_paused():
             return cls._open(root)
 
@@ -86,12 +83,16 @@ class Checkpoint:
         return self.tensors[name]
 
     def read_bytes(self, name: str, start: int = 0, stop: int | None = None) -> bytearray:
-        """Bytes [start, stop) of one tensor, read with pread (no mmap, so memory stays bounded)."""
+        """Bytes [start, stop) of one tensor, read with pread (no mmap, so memory stays bounded).
+
+        Raises:
+            InputError: no such tensor, or its file is gone, ends early or cannot be read.
+        """
         info = self.info(name)
         stop = info.nbytes if stop is None else stop
         buffer = bytearray(stop - start)
         view, position = memoryview(buffer), info.begin + start
-        with info.file.open("rb", buffering=0) as f:
+        with reading(info.file), info.file.open("rb", buffering=0) as f:
             while len(view):
                 n = os.preadv(f.fileno(), [view], position)
                 if n == 0:
@@ -160,9 +161,9 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def fingerprint_file(file: Path, *, header: bytes = b"") -> str:
     """sha256 of a file, or of size, header and samples when it is over 64 MiB."""
-    size = file.stat().st_size
     digest = hashlib.sha256()
-    with file.open("rb") as f:
+    with reading(file), file.open("rb") as f:
+        size = os.fstat(f.fileno()).st_size
         if size <= _FULL_HASH_LIMIT:
             while chunk := f.read(2**20):
                 digest.update(chunk)

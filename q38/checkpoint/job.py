@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -20,8 +20,21 @@ from typing import Any, Self
 
 import q38
 from q38.base.errors import InputError
-from q38.checkpoint.index import read_json
-from q38.checkpoint.writer import TEMPORARY, FileRecord, write_json, writing
+from q38.base.progress import SILENT, Progress
+from q38.checkpoint.paths import refuse_inputs
+from q38.checkpoint.recorded import (
+    JOB,
+    JOURNAL,
+    LOCK,
+    Damaged,
+    files_of,
+    read_journal,
+    read_record,
+    recorded,
+    remove,
+    remove_temporaries,
+)
+from q38.checkpoint.writer import FileRecord, write_json, writing
 
 MANIFEST = "MANIFEST.json"
 SCHEMA = "q38.manifest/1"
@@ -36,31 +49,50 @@ class Job:
         out: the directory; made if absent.
         step: name of the step, for example "split-ple".
         identity: everything the output depends on, JSON-able: input fingerprints, recipe, parameters.
-        fresh: remove what an earlier run of q38 left here (only files it recorded) and start over.
+        inputs: files and directories that the step reads; None is passed over.
+        below_input: `out` may lie in an input.
+        fresh: remove what an earlier run of this step left here (only files it recorded) and start over;
+            its identity may differ.
+        progress: told where a damaged record keeps `fresh` from removing files.
 
     Raises:
-        InputError: the directory holds files q38 did not write, was written by another step or with
-            another identity (the first difference is named), or another process is writing it.
+        InputError: the directory is an input, holds one or lies in one; holds files q38 did not write; was
+            written by another step or with another identity (the first difference is named); its manifest
+            is damaged or names a file outside it; or another process is writing it.
     """
 
     manifest = MANIFEST  # the file whose presence means that the job is finished
     schema = SCHEMA
 
-    def __init__(self, out: Path, step: str, identity: Mapping[str, Any], *, fresh: bool = False) -> None:
+    def __init__(
+        self,
+        out: Path,
+        step: str,
+        identity: Mapping[str, Any],
+        *,
+        inputs: Iterable[Path | None] = (),
+        below_input: bool = False,
+        fresh: bool = False,
+        progress: Progress = SILENT,
+    ) -> None:
         self.out = out
         self.step = step
         self.identity: dict[str, Any] = json.loads(json.dumps(identity))  # as it will be read back
         self.done: dict[str, dict[str, Any]] = {}
         self.files: dict[str, dict[str, Any]] = {}
         self.up_to_date = False
-        self._fresh = fresh
+        self._inputs, self._below_input = tuple(inputs), below_input
+        self._fresh, self._progress = fresh, progress
         self._lock: Any = None
         self._started = time.time()
 
     def __enter__(self) -> Self:
+        refuse_inputs(self.out, self._inputs, below=self._below_input)
         with writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
-        if not self._fresh and (manifest := self._finished()) is not None:
+        if self._fresh:
+            self._refuse_others()
+        elif (manifest := self._finished()) is not None:
             self._compare(manifest)
             self.files = manifest["files"]
             self.up_to_date = True
@@ -72,7 +104,7 @@ class Job:
             )
         with writing(self.out):
             self.state.mkdir(exist_ok=True)
-            self._lock = (self.state / "lock").open("w")
+            self._lock = (self.state / LOCK).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -81,13 +113,13 @@ class Job:
             ) from None
         if self._fresh:
             self._clear()
-        job_file = self.state / "job.json"
+        job_file = self.state / JOB
         if job_file.exists():
-            self._compare(read_json(job_file))
+            self._compare(read_record(job_file))
             self._replay()
         else:
             write_json(job_file, {"schema": self.schema, "step": self.step, "identity": self.identity})
-        self._remove_temporaries()
+        remove_temporaries(self.out)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -106,7 +138,7 @@ class Job:
             "files": {name: r.to_dict() for name, r in (files or {}).items()},
             "result": result,
         }
-        with writing(self.state), (self.state / "journal.jsonl").open("ab") as f:
+        with writing(self.state), (self.state / JOURNAL).open("ab") as f:
             f.write(json.dumps(line).encode() + b"\n")
             f.flush()
             os.fsync(f.fileno())
@@ -133,12 +165,9 @@ class Job:
         path = self.out / self.manifest
         if not path.exists():
             return None
-        manifest = read_json(path)
-        if manifest.get("schema") != self.schema:
-            raise InputError(
-                "was not written by this version of q38", where=path, remedy="choose another output directory"
-            )
-        for name, record in manifest["files"].items():
+        manifest = read_record(path)
+        self._require_schema(manifest)
+        for name, record in files_of(manifest, path).items():
             file = self.out / name
             if not _is_whole(file, record):
                 raise InputError(
@@ -148,13 +177,27 @@ class Job:
                 )
         return manifest
 
-    def _compare(self, earlier: Mapping[str, Any]) -> None:
-        if earlier.get("step") != self.step:
+    def _refuse_others(self) -> None:
+        """With `fresh`: what lies here must be of this step, so far as it can still be read."""
+        with suppress(Damaged):
+            if (self.out / self.manifest).exists():
+                manifest = read_record(self.out / self.manifest)
+                self._require_schema(manifest)
+                self._compare_step(manifest)
+        with suppress(Damaged):
+            if (self.state / JOB).exists():
+                self._compare_step(read_record(self.state / JOB))
+
+    def _require_schema(self, manifest: Mapping[str, Any]) -> None:
+        if manifest.get("schema") != self.schema:
             raise InputError(
-                f"was written by q38 {earlier.get('step')}",
-                where=self.out,
+                "was not written by this version of q38",
+                where=self.out / self.manifest,
                 remedy="choose another output directory",
             )
+
+    def _compare(self, earlier: Mapping[str, Any]) -> None:
+        self._compare_step(earlier)
         if difference := first_difference(earlier.get("identity"), self.identity):
             key, before, now = difference
             raise InputError(
@@ -163,8 +206,16 @@ class Job:
                 remedy="restore it, choose another output directory, or start over with --fresh",
             )
 
+    def _compare_step(self, earlier: Mapping[str, Any]) -> None:
+        if earlier.get("step") != self.step:
+            raise InputError(
+                f"was written by q38 {earlier.get('step')}",
+                where=self.out,
+                remedy="choose another output directory",
+            )
+
     def _replay(self) -> None:
-        for line in self._read_journal():
+        for line in read_journal(self.state / JOURNAL, cut=True):
             self._add(line)
         lost = {name for name, record in self.files.items() if not _is_whole(self.out / name, record)}
         for unit, line in list(self.done.items()):
@@ -172,55 +223,45 @@ class Job:
                 del self.done[unit]  # its file was removed or cut since: do it again
         self.files = {name: record for name, record in self.files.items() if name not in lost}
 
-    def _read_journal(self) -> list[dict[str, Any]]:
-        """The finished units. A kill can tear the last line: it is cut off, and its unit done again."""
-        journal = self.state / "journal.jsonl"
-        if not journal.exists():
-            return []
-        data = journal.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            with journal.open("r+b") as f:
-                f.truncate(len(whole))
-        try:
-            return [json.loads(line) for line in whole.splitlines()]
-        except ValueError:
-            raise InputError(
-                "the journal of the unfinished run is damaged",
-                where=journal,
-                remedy="start over with --fresh",
-            ) from None
-
     def _add(self, line: dict[str, Any]) -> None:
         self.done[line["unit"]] = line
         self.files.update(line["files"])
 
     def _clear(self) -> None:
-        names: set[str] = set()
-        if (self.out / self.manifest).exists():
-            names |= set(read_json(self.out / self.manifest).get("files", {}))
-            (self.out / self.manifest).unlink()
-        with suppress(InputError):  # a damaged journal is one reason to start over
-            names |= {name for line in self._read_journal() for name in line["files"]}
-        for name in names:
-            (self.out / name).unlink(missing_ok=True)
-        for path in self.state.iterdir():
-            if path.name != "lock":
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    def _remove_temporaries(self) -> None:
-        for path in self.out.rglob(f"*{TEMPORARY}"):
-            path.unlink()
+        manifest = self.out / self.manifest
+        names, unread = recorded(manifest, self.state)
+        for damage in unread:
+            self._progress.say(
+                f"{damage.where}: {damage.what}. Files that only it listed stay, or are written over."
+            )
+        remove(names, manifest, self.state)
 
 
-def _is_whole(file: Path, record: Mapping[str, Any]) -> bool:
-    return file.is_file() and file.stat().st_size == record["bytes"]
+def read_manifest(root: Path) -> dict[str, Any] | None:
+    """MANIFEST.json of a directory that q38 wrote, None if there is none.
+
+    Raises:
+        InputError: it is damaged, or names a file outside the directory.
+    """
+    path = root / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        manifest = read_record(path)
+        files_of(manifest, path)
+    except Damaged as damage:
+        raise InputError(damage.what, where=path, remedy="make the directory again, or restore it") from None
+    return manifest
 
 
 def discard(out: Path) -> None:
     """Remove what q38 wrote at `out`: a file, or a directory with a manifest or an unfinished job.
 
     Only files that were recorded go; the manifest and the journal go last, so a kill in between can be repeated.
+
+    Raises:
+        InputError: the manifest or the journal is damaged or names a file outside the directory; nothing was
+            removed.
     """
     if out.is_file():
         out.unlink()
@@ -228,21 +269,22 @@ def discard(out: Path) -> None:
     if not out.is_dir():
         return
     manifest, state = out / MANIFEST, out / STATE
-    names = set(read_json(manifest).get("files", {})) if manifest.exists() else set()
-    journal = state / "journal.jsonl"
-    if journal.exists():
-        for line in journal.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                names |= set(json.loads(line)["files"])
-    for name in names:
-        (out / name).unlink(missing_ok=True)
-    for path in out.rglob(f"*{TEMPORARY}"):
-        path.unlink()
-    shutil.rmtree(state, ignore_errors=True)
-    manifest.unlink(missing_ok=True)
+    names, unread = recorded(manifest, state)
+    if unread:
+        raise InputError(
+            f"{unread[0].what}, so which files q38 wrote is not known",
+            where=unread[0].where,
+            remedy=f"remove {out} by hand",
+        )
+    remove(names, manifest, state)
+    (state / LOCK).unlink(missing_ok=True)
     for directory, _, _ in os.walk(out, topdown=False):
         with suppress(OSError):  # not empty: it holds files of others
             Path(directory).rmdir()
+
+
+def _is_whole(file: Path, record: Mapping[str, Any]) -> bool:
+    return file.is_file() and file.stat().st_size == record["bytes"]
 
 
 def first_difference(before: Any, now: Any, path: str = "") -> tuple[str, str, str] | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from q38.base.errors import InputError, ResourceError
 from q38.base.units import format_bytes
+from q38.checkpoint.paths import read_chunks
 
 if TYPE_CHECKING:
     import torch
@@ -38,15 +39,16 @@ class FileRecord:
 
 
 class HashingFile:
-    """A binary file that hashes what is written to it."""
+    """A binary file that hashes what is written to it. `path` is the name that refusals give."""
 
-    def __init__(self, raw: Any) -> None:
-        self._raw = raw
+    def __init__(self, raw: Any, path: Path) -> None:
+        self._raw, self._path = raw, path
         self._digest = hashlib.sha256()
         self.bytes = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._raw.write(data)
+        with writing(self._path):
+            self._raw.write(data)
         self._digest.update(data)
         self.bytes += len(data)
 
@@ -58,6 +60,8 @@ class HashingFile:
 def atomic_file(path: Path) -> Iterator[HashingFile]:
     """Open `path` for writing under a temporary name; on success fsync and rename, else remove it.
 
+    What the caller does meanwhile, reading inputs among it, keeps its own errors.
+
     Raises:
         ResourceError: the disk is full.
         InputError: the directory cannot be written.
@@ -65,10 +69,16 @@ def atomic_file(path: Path) -> Iterator[HashingFile]:
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         with writing(path):
-            with temporary.open("wb") as raw:
-                yield HashingFile(raw)
+            raw = temporary.open("wb")
+        try:
+            yield HashingFile(raw, path)
+            with writing(path):
                 raw.flush()
                 os.fsync(raw.fileno())
+        finally:
+            with writing(path):  # writes what is still buffered
+                raw.close()
+        with writing(path):
             temporary.replace(path)
             fsync_directory(path.parent)
     finally:
@@ -106,12 +116,34 @@ def write_json(path: Path, value: Any) -> FileRecord:
     return f.record()
 
 
-def copy_file(source: Path, target: Path) -> FileRecord:
-    """Copy one file atomically, hashing on the way."""
-    with source.open("rb") as src, atomic_file(target) as out:
-        while chunk := src.read(2**22):
+def copy_file(source: Path, target: Path, *, sha256: str | None = None) -> FileRecord:
+    """Copy one file atomically, hashing on the way.
+
+    Args:
+        sha256: what the source must have, in hexadecimal.
+
+    Raises:
+        InputError: the source cannot be read, or has another hash: the target is left as it was.
+    """
+    with atomic_file(target) as out:
+        for chunk in read_chunks(source):
             out.write(chunk)
+        require_hash(source, out.record().sha256, sha256)
     return out.record()
+
+
+def require_hash(file: Path, found: str, recorded: str | None) -> None:
+    """Refuse an input whose bytes are not those that its manifest records; None records nothing.
+
+    Raises:
+        InputError: with both hashes.
+    """
+    if recorded not in (None, found):
+        raise InputError(
+            f"is damaged: sha256 is {found[:12]}..., its MANIFEST.json says {str(recorded)[:12]}...",
+            where=file,
+            remedy="restore it, or make it again",
+        )
 
 
 def write_safetensors(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from q38.cli.app import app
-from q38.cli.console import Console, DebugFlag, DryRunFlag, JsonFlag, session
+from q38.cli.console import Console, DebugFlag, DryRunFlag, FreshFlag, JsonFlag, session
 
 GateOption = Annotated[
     float, typer.Option("--gate", help="New speed / old speed; slower is what lies surely below it.")
@@ -95,6 +95,7 @@ def serve(
     json: JsonFlag = False,
     debug: DebugFlag = False,
     dry_run: DryRunFlag = False,
+    fresh: FreshFlag = False,
 ) -> None:
     """Measure time to first and last token, prefill and decode tokens/s of a running server.
 
@@ -107,7 +108,7 @@ def serve(
     """
     with session(json_mode=json, debug=debug) as console:
         from q38.checkpoint.writer import write_json
-        from q38.measure.bench.compare import read_result
+        from q38.measure.bench.compare import read_result, refuse_finished
         from q38.measure.bench.plan import Plan, check_gate, parse_numbers, parse_prefixes
         from q38.measure.bench.report import write_bench_report
         from q38.measure.bench.run import BenchFailed, bench_serve
@@ -127,6 +128,8 @@ def serve(
             plan.require_spread()
         live = against is not None and against.startswith(("http://", "https://"))
         base = against if live or against is None else read_result(Path(against))
+        if out is not None:
+            refuse_finished(out, fresh=fresh)
         if dry_run:
             rounds = plan.most_rounds * (2 if live else 1)
             console.print(f"would play at most {rounds} rounds of requests to {url}")

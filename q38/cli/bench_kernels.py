@@ -56,8 +56,12 @@ def bench_kernels(
     """
     with session(json_mode=json, debug=debug) as console:
         from q38.checkpoint.writer import write_json
-        from q38.measure.kernels import bench_model_kernels
+        from q38.measure.files import require_writable
+        from q38.measure.kernels import bench_model_kernels, refuse_other
 
+        if out is not None:
+            refuse_other(out)
+            require_writable(out)
         result = bench_model_kernels(
             model,
             trace=trace,

@@ -64,8 +64,8 @@ def build_placement(
     server: Annotated[
         str | None,
         typer.Option(
-            help="Record what a running SGLang server chooses while it generates; start it with --return-routes "
-            "(SGLang's --enable-return-routed-experts).",
+            help="Record what a running server chooses while it answers --text: one of q38 serve --engine sglang, or SGLang "
+            "with --enable-return-routed-experts.",
             show_default=False,
         ),
     ] = None,
@@ -136,7 +136,9 @@ def build_placement(
                 dry_run=dry_run, progress=console.progress,
             )  # fmt: skip
         elif dry_run:
-            result = plan_placement(model, out, text=text, tokens=tokens, seqlen=seqlen, fresh=fresh)
+            result = plan_placement(
+                model, out, text=text, tokens=tokens, seqlen=seqlen, trace=trace, fresh=fresh
+            )
         else:
             result = run(
                 model, out, ple=ple, text=text, tokens=tokens, seqlen=seqlen, sizes=sizes, trace=trace, fresh=fresh,

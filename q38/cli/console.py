@@ -122,8 +122,8 @@ class TerminalProgress:
     """Bars on a terminal; a line every few seconds elsewhere (logs, CI)."""
 
     @contextmanager
-    def task(self, label: str, total: float | None, unit: str = "B") -> Iterator[Task]:
-        task = _LineTask(label, total, unit, live=sys.stderr.isatty())
+    def task(self, label: str, total: float | None, unit: str = "B", done: float = 0) -> Iterator[Task]:
+        task = _LineTask(label, total, unit, done, live=sys.stderr.isatty())
         try:
             yield task
         finally:
@@ -135,9 +135,9 @@ class TerminalProgress:
 
 
 class _LineTask:
-    def __init__(self, label: str, total: float | None, unit: str, *, live: bool) -> None:
+    def __init__(self, label: str, total: float | None, unit: str, done: float, *, live: bool) -> None:
         self.label, self.total, self.unit, self.live = label, total, unit, live
-        self.count, self.text, self.start = 0.0, "", time.monotonic()
+        self.count, self.done, self.text, self.start = float(done), float(done), "", time.monotonic()
         self.drawn = self.start if not live else 0.0
 
     def advance(self, n: float) -> None:
@@ -157,18 +157,19 @@ class _LineTask:
             return
         self.drawn = now
         elapsed = max(now - self.start, 1e-6)
-        rate = self.count / elapsed
+        own = self.count - self.done
+        rate = own / elapsed
         amount = format_bytes if self.unit == "B" else lambda n: f"{n:.0f}"
         parts = [f"{self.label}:", amount(self.count)]
         if self.total:
             parts.append(f"of {amount(self.total)} ({min(self.count / self.total, 1):.0%})")
         if self.unit != "B":
             parts.append(self.unit)
-        if self.count and self.unit != "s":
+        if own and self.unit != "s":
             parts.append(f"{format_bytes(rate)}/s" if self.unit == "B" else f"{rate:.2f}/s")
         if last:
             parts.append(f"in {format_seconds(elapsed)}")
-        elif self.total and self.count:
+        elif self.total and own:
             parts.append(f"ETA {format_seconds((self.total - self.count) / rate)}")
         if self.text and not last:
             parts.append(self.text)

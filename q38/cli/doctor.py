@@ -29,7 +29,10 @@ def doctor(
     ] = None,
     path: Annotated[
         Path | None,
-        typer.Option(help="Directory whose disk is looked at; default: the current one.", show_default=False),
+        typer.Option(
+            help="File or directory whose disk is looked at; default: the current directory.",
+            show_default=False,
+        ),
     ] = None,
     ple: Annotated[
         Path | None,

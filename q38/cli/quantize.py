@@ -81,18 +81,17 @@ def _bits(console: Console, result: dict[str, Any]) -> None:
 
 
 def _plan(console: Console, result: dict[str, Any], out: Path) -> None:
-    cache = result["calibration"]["cache_bytes"]
     console.print(
         f"would read {format_bytes(result['reads'])} and write {result['tensors']:,} tensors,"
         f" {format_bytes(result['bytes'])}, to {out};"
         f" method {result['method']}, {result['blocks']} blocks"
     )
     if result["method"] != "rtn":
-        # AutoRound keeps what the source's block makes of its inputs beside what the quantized one makes.
-        memory, disk = (3, 4) if result["method"] == "autoround" else (2, 3)
+        need = result["calibration"]
         console.print(
-            f"calibration: {result['calibration']['tokens']:,} tokens, {format_bytes(cache)} a cache of block inputs,"
-            f" up to {memory} in memory and {format_bytes(disk * cache)} of disk for resuming"
+            f"calibration: {need['tokens']:,} tokens, {format_bytes(need['cache_bytes'])} a cache of block inputs,"
+            f" {format_bytes(need['host_bytes'])} of host memory and {format_bytes(need['scratch_bytes'])} of disk"
+            " for resuming, at most"
         )
 
 

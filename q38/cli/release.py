@@ -295,8 +295,10 @@ def card(
     with session(json_mode=json, debug=debug) as console:
         from q38.checkpoint.writer import atomic_file
         from q38.release.card import card as make
-        from q38.release.card import parse_card
+        from q38.release.card import parse_card, refuse_other
 
+        if out is not None:
+            refuse_other(out)
         text = make(directory)
         if out is not None:
             with atomic_file(out) as f:

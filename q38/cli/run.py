@@ -47,6 +47,10 @@ def run(
             console.table(
                 ("step", "state", "bytes out", "command"), [list(row.values()) for row in document["steps"]]
             )
+            for line in document["left_out"]:
+                console.print(line)
+            for lack in document["lacks"]:
+                console.print(f"cannot be done here: {lack['step']}: {lack['what']}. {lack['remedy']}")
         else:
             document = pipeline.run(
                 recipe, workdir, source=source, fresh=fresh, fresh_from=fresh_from, progress=console.progress
@@ -68,4 +72,6 @@ def _print(console: Console, document: dict[str, Any]) -> None:
     )
     if document["chat"]:
         console.print(f"\n{document['chat']['question']}\n{document['chat']['answer']}")
+    for line in document["left_out"]:
+        console.print(f"\n{line}")
     console.print(f"\nmodel:  {document['model']}\nreport: {document['report']}")

@@ -50,7 +50,10 @@ def start(
         ),
     ] = None,
     engine: Annotated[
-        str, typer.Option(help="sglang, transformers, or auto: sglang where it can run, else transformers.")
+        str,
+        typer.Option(
+            help="sglang, transformers, or auto: sglang where it can run or an option of its own is given, else transformers."
+        ),
     ] = "auto",
     host: HostOption = "127.0.0.1",
     port: PortOption = 30000,
@@ -122,7 +125,8 @@ def start(
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="sglang: routing profile from q38 build-placement; default: all experts alike.",
+            help="sglang: routing profile from q38 build-placement; default: placement.safetensors in MODEL/q38, then beside "
+            "MODEL, else all experts alike.",
             show_default=False,
         ),
     ] = None,
@@ -153,7 +157,7 @@ def start(
         bool | None,
         typer.Option(
             "--return-routes",
-            help="sglang: answers can name the experts that each token chose, for q38 build-placement --server.",
+            help="sglang: answers can name the experts that each token chose, for q38 build-placement --server --trace.",
             show_default=False,
         ),
     ] = None,
@@ -250,7 +254,10 @@ def status(port: PortFilter = None, json: JsonFlag = False, debug: DebugFlag = F
     with session(json_mode=json, debug=debug) as console:
         from q38.serving import records
         from q38.serving.client import Client
+        from q38.serving.preflight import check_port
 
+        if port is not None:
+            check_port(port)
         rows = []
         for record in records.running():
             if port is None or record.port == port:
@@ -269,7 +276,10 @@ def stop(port: PortFilter = None, json: JsonFlag = False, debug: DebugFlag = Fal
     """Stop a running server: SIGTERM, and SIGKILL if it has not ended after 15 seconds."""
     with session(json_mode=json, debug=debug) as console:
         from q38.serving import records
+        from q38.serving.preflight import check_port
 
+        if port is not None:
+            check_port(port)
         record = records.stop(port)
         console.print(f"stopped {record.model} on port {record.port} (pid {record.pid})")
         console.emit({"stopped": asdict(record)})

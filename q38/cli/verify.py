@@ -36,8 +36,13 @@ def verify(
         ),
     ] = None,
     parts: Annotated[
-        str, typer.Option(help="Parts to run, separated by commas.")
-    ] = "structure,numbers,quality",
+        str | None,
+        typer.Option(
+            help="Parts to run, separated by commas: structure, numbers, quality. Default: all, quality only"
+            " with --source.",
+            show_default=False,
+        ),
+    ] = None,
     text: Annotated[
         str,
         typer.Option(
@@ -63,7 +68,9 @@ def verify(
         str,
         typer.Option(help="Arithmetic of the quality part: bfloat16 (as served) or float32 (less noise)."),
     ] = "bfloat16",
-    device: Annotated[str, typer.Option(help="Where the quality part computes: auto, cpu or cuda.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="Where the quality part computes: auto, cpu, cuda or cuda:N.")
+    ] = "auto",
     memory: Annotated[
         str | None,
         typer.Option(
@@ -209,13 +216,16 @@ def verify(
         if model is None:
             raise InputError("nothing to check", where="MODEL", remedy="give MODEL, or --server")
         from q38.base.units import parse_bytes
+        from q38.measure.evaluate import resolve_device
         from q38.measure.verify import verify as run
 
+        if device != "auto":  # before the long parts that come first
+            resolve_device(device)
         document = run(
             model,
             source=source,
             ple=ple,
-            parts=[part.strip() for part in parts.split(",") if part.strip()],
+            parts=None if parts is None else [part.strip() for part in parts.split(",") if part.strip()],
             text=text,
             tokens=tokens,
             seqlen=seqlen,

@@ -17,12 +17,14 @@ import torch
 from q38.base.errors import InputError, ResourceError
 from q38.checkpoint.index import Checkpoint
 from q38.hf.quiet import silence_autoround, silence_libraries
-from q38.model.names import EXPERT, NGRAM_SCALE, NGRAM_SHARD
+from q38.hf.unpack import unpack_linears, unpacked_bytes
+from q38.model.names import EXPERT, NGRAM_SCALE, NGRAM_SHARD, Group, classify
 from q38.model.shape import ModelShape
 from q38.ple.find import find_ple
 from q38.ple.reader import PleTable
 
 _INSPECT = "run q38 inspect on this directory"
+_NOT_LOADED = (Group.NGRAM, Group.MTP, Group.MTP_EXPERTS)
 
 
 def load_model(
@@ -69,16 +71,30 @@ def load_model(
             stack.enter_context(ngram_lookup(table, dtype=dtype))
         if not has_vision(checkpoint.config):
             stack.enter_context(without_vision())
-        packed = _quant_method(checkpoint) not in (None, "fp8")
+        packed = _is_packed(checkpoint)
         loaded_dtype = torch.bfloat16 if packed and dtype == torch.float32 else dtype
         model, report = _from_pretrained(checkpoint, loaded_dtype, device)
     _require_complete(report, checkpoint)
     if packed and (unpack or dtype == torch.float32):
-        from q38.hf.unpack import unpack_linears
-
         unpack_linears(model, dtype)
         model.to(dtype)
     return model.eval().requires_grad_(False)
+
+
+def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype = torch.bfloat16, *, unpack: bool = False) -> int:
+    """Bytes of the weights that `load_model` with the same arguments leaves in memory; it takes more while it loads."""
+    packed = _is_packed(checkpoint)
+    unpacked = packed and (unpack or dtype == torch.float32)
+    left_out = _NOT_LOADED if has_vision(checkpoint.config) else (*_NOT_LOADED, Group.VISION)
+    kept = [info for info in checkpoint.tensors.values() if classify(info.name) not in left_out]
+    if packed and not unpacked:
+        return sum(info.nbytes for info in kept)
+    plain = sum(
+        info.numel * dtype.itemsize
+        for info in kept
+        if not info.name.endswith((".qweight", ".qzeros", ".scales", "_scale_inv"))
+    )
+    return plain + (unpacked_bytes(checkpoint, dtype.itemsize) if unpacked else 0)
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -198,6 +214,10 @@ def _from_pretrained(checkpoint: Checkpoint, dtype: torch.dtype, device: str) ->
 def _quant_method(checkpoint: Checkpoint) -> str | None:
     method = (checkpoint.config.get("quantization_config") or {}).get("quant_method")
     return None if method is None else str(method)
+
+
+def _is_packed(checkpoint: Checkpoint) -> bool:
+    return _quant_method(checkpoint) not in (None, "fp8")
 
 
 def model_config(checkpoint: Checkpoint) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from q38.base.errors import InputError
+from q38.base.files import require_directory
 from q38.checkpoint.header import Header, TensorInfo, read_header
 from q38.checkpoint.index import INDEX, SINGLE, Checkpoint, read_json
 from q38.checkpoint.packing import WIDTHS
@@ -90,10 +91,7 @@ def open_directory(root: Path, findings: Findings) -> Opened:
     Raises:
         InputError: no such directory, or config.json is absent, broken, or of another model.
     """
-    if not root.is_dir():
-        raise InputError(
-            "no such directory", where=root, remedy="give a checkpoint directory, or a hub id like Qwen/NAME"
-        )
+    require_directory(root, remedy="give a checkpoint directory, or a hub id like Qwen/NAME")
     config = read_json(root / "config.json")
     shape = ModelShape.from_config(config, where=str(root / "config.json"))
     files = {p.name: p.stat().st_size for p in sorted(root.iterdir()) if p.is_file()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,15 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from q38.base.errors import InputError
+from q38.base.errors import InputError, ResourceError
 from q38.base.memory import peak_memory, reset_peak, resident_memory
 from q38.base.progress import SILENT, Progress
 from q38.base.units import format_bytes
 from q38.checkpoint.index import read_json
-from q38.checkpoint.job import Job
+from q38.checkpoint.job import Job, read_manifest
 from q38.checkpoint.writer import require_free_space
 from q38.measure.checks import Part
-from q38.measure.files import read_manifest
 from q38.model.text import Texts, load_texts, pack_tokens, text_hash
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def measure_quality(
         text: see `q38.model.text`; its held-out split is used.
         tokens, seqlen: about `tokens` tokens in sequences of `seqlen`.
         dtype: of the arithmetic. In float32 the noise floor is lower; bfloat16 is what is served.
-        device: "cpu", "cuda" or "auto".
+        device: "cpu", "cuda", "cuda:N" or "auto".
         memory: host bytes it may take; default: what is available.
         report: directory for quality.json, quality.md, the plots, and the state that a killed run
             resumes from. Without it the residual streams lie in memory.
@@ -88,7 +88,7 @@ def measure_quality(
     Raises:
         InputError: the models differ in shape, a text of the evaluation was calibrated on, too little
             text, or `report` belongs to another evaluation.
-        ResourceError: the memory or the disk of `report` does not suffice; names the shortfall.
+        ResourceError: no such device; the memory or the disk of `report` does not suffice; names the shortfall.
     """
     import torch
 
@@ -97,10 +97,10 @@ def measure_quality(
     from q38.measure.loading import holds_table
     from q38.measure.quality import read_part, with_limits
 
+    place = resolve_device(device)
     tokenizer = load_tokenizer(model)
     held_out = held_out_tokens(text, tokenizer, tokens=tokens, seqlen=seqlen)
     refuse_overlap(model, held_out)
-    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": place}
     # The reference is the source with its own table, not with one that was split off it and rounded.
     original = BlockModel(source, ple=None if holds_table(source) else ple, **options)
@@ -110,7 +110,18 @@ def measure_quality(
         job = None
         if report is not None:
             identity = _identity(original, changed, held_out, dtype, place)
-            job = stack.enter_context(Job(report, "quality", identity, fresh=fresh))
+            inputs = (model, source, ple)
+            job = stack.enter_context(
+                Job(
+                    report,
+                    "quality",
+                    identity,
+                    inputs=inputs,
+                    below_input=True,
+                    fresh=fresh,
+                    progress=progress,
+                )
+            )
             if job.up_to_date:
                 progress.say(f"{report} is up to date")
                 stored = read_part(read_json(report / REPORT))
@@ -127,6 +138,31 @@ def measure_quality(
             job.commit("report", files=write_report(job.out, part.to_dict(), names=(str(model), str(source))))
             job.finish({"positions": part.data["positions"]})
     return with_limits(part, max_kl=max_kl, min_top1=min_top1)
+
+
+def resolve_device(name: str) -> str:
+    """ "auto" as "cuda" or "cpu"; others as they are.
+
+    Raises:
+        InputError: no name of a device. ResourceError: this machine has no such GPU.
+    """
+    if name == "cpu":
+        return name
+    found = re.fullmatch(r"auto|cuda(?::(\d+))?", name)
+    if found is None:
+        raise InputError(f"'{name}' is no device", where="--device", remedy="write auto, cpu, cuda or cuda:1")
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return "cuda" if count else "cpu"
+    if int(found[1] or 0) >= count:
+        raise ResourceError(
+            f"GPU {found[1] or 0} is not there, this machine has {count} for torch",
+            where="--device",
+            remedy="write auto or cpu, or see what q38 doctor says of the GPU and torch",
+        )
+    return name
 
 
 def held_out_tokens(text: str, tokenizer: Any, *, tokens: int, seqlen: int) -> HeldOut:

@@ -7,25 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from q38.base.errors import InputError
 from q38.base.progress import SILENT, Progress, Task
-from q38.checkpoint.index import read_json
-from q38.checkpoint.job import MANIFEST
+from q38.checkpoint.paths import read_chunks
 from q38.checkpoint.writer import TEMPORARY, writing
 from q38.measure.checks import Check, Fault
 
 SHARD = ".safetensors"
-_CHUNK = 2**22
-
-
-def read_manifest(root: Path) -> dict[str, Any] | None:
-    """MANIFEST.json of a directory that q38 wrote, None if there is none.
-
-    Raises:
-        InputError: it is not valid JSON.
-    """
-    path = root / MANIFEST
-    return read_json(path) if path.exists() else None
 
 
 def check_files(root: Path, manifest: Mapping[str, Any]) -> Check:
@@ -75,14 +62,8 @@ def _hash_fault(file: Path, name: str, record: Mapping[str, Any], task: Task | N
 
 def _sha256(file: Path, task: Task | None = None) -> str:
     digest = hashlib.sha256()
-    try:
-        with file.open("rb") as f:
-            while chunk := f.read(_CHUNK):
-                digest.update(chunk)
-                if task:
-                    task.advance(len(chunk))
-    except OSError as error:
-        raise InputError(
-            f"cannot be read ({error.strerror})", where=file, remedy="check its permissions"
-        ) from None
+    for chunk in read_chunks(file):
+        digest.update(chunk)
+        if task:
+            task.advance(len(chunk))
     return digest.hexdigest()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from q38.checkpoint.index import Checkpoint
-from q38.measure.files import read_manifest
+from q38.checkpoint.job import read_manifest
 
 
 def model_identity(root: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from q38.base.errors import InputError
+from q38.base.files import holds
 from q38.base.progress import SILENT, Progress
 from q38.checkpoint.index import fingerprint_file, read_json
 from q38.data import data_path
@@ -85,6 +86,15 @@ def make_workload(sizes: Sizes, trace: Path | None, layers: int) -> Workload:
         routing = torch.from_numpy(recorded.ids).permute(1, 0, 2).to(torch.int32).contiguous()
     layout = ExpertLayout(sizes.hidden_size, sizes.moe_intermediate_size, sizes.group)
     return Workload(layout, sizes.num_experts, sizes.num_experts_per_tok, sizes.int8, routing, layers)
+
+
+def refuse_other(file: Path) -> None:
+    """Refuse to write a result over a file that is none.
+
+    Raises:
+        InputError: as said.
+    """
+    holds(file, "result of q38 bench kernels", lambda f: {"limits", "results"} <= read_json(f).keys())
 
 
 def bench_model_kernels(

@@ -14,6 +14,7 @@ import torch
 
 from q38.base.progress import SILENT, Progress
 from q38.base.settings import cpu_count
+from q38.base.threads import one_torch_thread
 from q38.checkpoint.header import TensorInfo
 from q38.checkpoint.index import Checkpoint
 from q38.checkpoint.source import SourceWeights
@@ -110,7 +111,7 @@ def check_numbers(
     rows: dict[tuple[str, int], Sum] = {}
     faults = _Faults()
     total = sum(model.tensors[name].nbytes for name in packed) + sum(t.nbytes for t in plain)
-    with progress.task("numbers", total) as task, _one_thread_each(), _pool() as pool:
+    with progress.task("numbers", total) as task, one_torch_thread(), _pool() as pool:
         # In the order of the file, whichever thread is done first: the same sums on every run.
         for m, found in zip(
             matrices, pool.map(lambda m: measure_matrix(model, weights, m), matrices), strict=True
@@ -227,14 +228,3 @@ def _pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)  # so that Ctrl-C does not wait for all that is queued
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """torch works with one thread inside: the matrices are spread over threads, their pieces are not."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -18,6 +18,7 @@ import numpy as np
 
 import q38
 from q38.base.errors import CheckFailed, InputError
+from q38.base.files import has_schema, holds
 from q38.base.progress import SILENT, Progress
 from q38.checkpoint.index import Checkpoint, read_json
 from q38.checkpoint.writer import atomic_file, write_json
@@ -210,11 +211,9 @@ def _inputs(model: Path, options: KvOptions) -> tuple[list[int], list[Needle], d
 
 
 def _find(out: Path, inputs: dict[str, Any], *, fresh: bool) -> dict[str, Any] | None:
-    if fresh or not out.exists():
+    if not holds(out, f"{SCHEMA} file", has_schema(SCHEMA)) or fresh:
         return None
     saved: dict[str, Any] = read_json(out)
-    if saved.get("schema") != SCHEMA:
-        raise InputError(f"is no {SCHEMA} file", where=out, remedy="choose another file")
     changed = [key for key, value in inputs.items() if saved.get("inputs", {}).get(key) != value]
     if changed:
         raise InputError(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from q38.base.errors import InputError
+from q38.base.files import advising, has_schema, holds
 from q38.checkpoint.index import read_json
 from q38.checkpoint.writer import write_json
 from q38.measure.identity import model_identity
@@ -56,13 +57,10 @@ def read_reference(file: Path) -> dict[str, Any]:
     Raises:
         InputError: no such file, or it is no reference of this version.
     """
-    raw = read_json(file)
-    if raw.get("schema") != SCHEMA:
-        raise InputError(
-            f"schema is '{raw.get('schema')}', not {SCHEMA}",
-            where=file,
-            remedy="give a file that q38 oracle save wrote",
-        )
+    with advising("give a file that q38 oracle save wrote"):
+        raw = read_json(file)
+        if raw.get("schema") != SCHEMA:
+            raise InputError(f"schema is '{raw.get('schema')}', not {SCHEMA}", where=file)
     scores = raw.get("scores")
     parts = all(
         isinstance(raw.get(part), dict) for part in ("model", "tokenizer", "prompts", "engine", "noise")
@@ -92,11 +90,9 @@ def find_reference(
     Raises:
         InputError: `file` is no reference; or, without `fresh`, one of another model, weights, engine or dtype.
     """
-    if not file.exists():
+    if not holds(file, "reference of q38 oracle save", has_schema(SCHEMA)) or fresh:
         return None
     saved = read_reference(file)
-    if fresh:
-        return None
     require_comparable(file, saved, now)
     for what, before, after in (
         ("weights", saved["model"].get("weights"), now.model["weights"]),

@@ -23,13 +23,14 @@ from q38.residency.placement import default_sizes, held_out_coverage, own_covera
 from q38.residency.profile import (
     MIN_TOKENS,
     Profile,
+    is_there,
     load,
     load_halves,
     recording,
     require_tokens,
     save,
 )
-from q38.residency.trace import Trace, write_trace
+from q38.residency.trace import Trace, refuse_other, write_trace
 
 SCHEMA = "q38.placement/1"
 SEQLEN = 128
@@ -70,9 +71,9 @@ def build_placement(
         see `held_out_coverage` and `report` for a row of the coverage; "unseen" counts experts never selected.
 
     Raises:
-        InputError: too few tokens, too little text, no checkpoint, or `out` holds something else.
+        InputError: too few tokens, too little text, no checkpoint, or `out` or `trace` holds something else.
     """
-    plan = plan_placement(model, out, text=text, tokens=tokens, seqlen=seqlen, fresh=fresh)
+    plan = plan_placement(model, out, text=text, tokens=tokens, seqlen=seqlen, trace=trace, fresh=fresh)
     up_to_date = plan["up_to_date"] and (trace is None or trace.exists())
     if up_to_date:
         progress.say(f"{out} is up to date")
@@ -130,6 +131,7 @@ def plan_placement(
     text: str = "stdlib",
     tokens: int = 4096,
     seqlen: int = SEQLEN,
+    trace: Path | None = None,
     fresh: bool = False,
 ) -> dict[str, Any]:
     """What `build_placement` would do, with the same refusals. Writes nothing.
@@ -138,6 +140,8 @@ def plan_placement(
         {"up_to_date", "sequences", "tokens", "writes", "bytes", "metadata"}.
     """
     require_tokens(tokens, where="--tokens")
+    if trace is not None:
+        refuse_other(trace)
     sequences = tokens // seqlen // 2 * 2 if seqlen > 0 else 0
     if sequences * seqlen < MIN_TOKENS:
         raise InputError(
@@ -202,11 +206,9 @@ def is_up_to_date(out: Path, metadata: Mapping[str, str], *, fresh: bool, halves
     Raises:
         InputError: it is no profile; or, without `fresh`, a profile of something else.
     """
-    if not out.exists():
+    if not is_there(out) or fresh:
         return False
     found = load(out)
-    if fresh:
-        return False
     if difference := first_difference(dict(found.metadata), dict(metadata)):
         key, before, now = difference
         raise InputError(

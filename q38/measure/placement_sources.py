@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import q38
 from q38.base.errors import InputError
-from q38.base.progress import SILENT, Progress
+from q38.base.progress import SILENT, Progress, Task
 from q38.checkpoint.index import Checkpoint, fingerprint_file
 from q38.measure.files import require_writable
 from q38.measure.identity import digest, model_identity
@@ -23,8 +23,8 @@ from q38.measure.placement import SPLIT, is_up_to_date, report
 from q38.model.shape import ModelShape
 from q38.model.text import STDLIB, load_texts, pack_tokens
 from q38.residency.imported import DUMPS, Imported, Sizes, import_files, of_trace
-from q38.residency.profile import Profile, require_tokens, save
-from q38.residency.trace import Trace, write_trace
+from q38.residency.profile import Profile, merge, require_tokens, save
+from q38.residency.trace import Trace, refuse_other, write_trace
 from q38.serving.client import Client, ServerError
 
 FLAG = "--enable-return-routed-experts"
@@ -91,21 +91,24 @@ def record_server(
 ) -> dict[str, Any]:
     """Make a profile of what a running SGLang server's routers choose while it generates.
 
-    Each request is a prompt of `seqlen` tokens and asks for as many greedy tokens; only the choices for
-    generated tokens count, since decoding is what the placement is for.
+    Each request is a prompt of `seqlen` tokens and asks for as many greedy tokens. A server of `q38 serve` counts by
+    itself, prompts and answers alike; nobody else may ask it meanwhile. Any other must return the experts of each token;
+    then only the choices for generated tokens count, since decoding is what the placement is for.
 
     Args:
         model: the checkpoint that the server serves; its tokenizer makes the prompts.
-        url: the server's root. It must run with --enable-return-routed-experts.
+        url: the server's root: of `q38 serve`, or of SGLang with --enable-return-routed-experts.
         tokens: generated tokens to record, at least.
-        trace: also write the raw choices to this file.
+        trace: also write the raw choices to this file; counts are not enough for that.
         dry_run: ask the server for its name only, and return what `plan_placement` would.
 
     Raises:
-        InputError: too few tokens, or the server returns no routed experts, or those of another model.
+        InputError: too few tokens, the server returns no routed experts or those of another model, or `trace` holds something else.
         ResourceError: no server answers. ServerError: it refuses, breaks off or sends garbage.
     """
     require_tokens(tokens, where="--tokens")
+    if trace is not None:
+        refuse_other(trace)
     if seqlen < 2:
         raise InputError(f"{seqlen} tokens a prompt", where="--seqlen", remedy="give at least 2")
     found = model_sizes(model)
@@ -114,9 +117,11 @@ def record_server(
     server = _Completions(url)
     with server:
         served = str(server.models()[0]["id"])
+        counts = trace is None and server.counts_experts()
+        requests += requests % 2 if counts else 0  # for two halves
         metadata = _metadata(
             model, served=served, text=text if text == STDLIB else Path(text).name, text_sha256=texts.sha256,
-            split=SPLIT, seqlen=str(seqlen), requests=str(requests),
+            split=SPLIT, seqlen=str(seqlen), requests=str(requests), **({"recorded": "counts"} if counts else {}),
         )  # fmt: skip
         up_to_date = is_up_to_date(out, metadata, fresh=fresh) and (trace is None or trace.exists())
         if dry_run:
@@ -129,16 +134,36 @@ def record_server(
             prompts = pack_tokens(
                 texts.texts, load_tokenizer(model), length=seqlen, count=requests, where=text
             )
-            steps = []
+            ids = prompts.ids.tolist()
             with progress.task("record", requests * (seqlen - 1), "tokens") as task:
-                for prompt in prompts.ids.tolist():
-                    steps.append(server.choices(served, prompt, seqlen, found))
-                    task.advance(len(steps[-1]))
-            recorded = Trace(np.concatenate(steps), None, found.experts)
-            _write(of_trace(recorded), metadata, out)
-            if trace is not None:
-                write_trace(trace, recorded)
+                if counts:
+                    halves = [_count(server, served, part, found, task) for part in _halves(ids)]
+                    _write(Imported(merge(halves), (halves[0], halves[1])), metadata, out)
+                else:
+                    steps = []
+                    for prompt in ids:
+                        steps.append(server.choices(served, prompt, seqlen, found))
+                        task.advance(len(steps[-1]))
+                    recorded = Trace(np.concatenate(steps), None, found.experts)
+                    _write(of_trace(recorded), metadata, out)
+                    if trace is not None:
+                        write_trace(trace, recorded)
     return report(out, model, sizes, up_to_date=up_to_date)
+
+
+def _halves(prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    middle = len(prompts) // 2
+    return prompts[:middle], prompts[middle:]
+
+
+def _count(server: _Completions, served: str, prompts: list[list[int]], sizes: Sizes, task: Task) -> Profile:
+    """What the server counts while it answers these prompts with as many tokens each."""
+    before = server.counted(sizes)
+    for prompt in prompts:
+        server.generate(served, prompt, len(prompt))
+        task.advance(len(prompt) - 1)
+    count = server.counted(sizes) - before
+    return Profile(count, count / sizes.top_k, int(count.sum()) // (sizes.layers * sizes.top_k))
 
 
 def count_server(
@@ -183,6 +208,11 @@ def model_sizes(model: Path) -> Sizes:
 class _Completions(Client):
     """The completions endpoint of SGLang, with its extension that returns the experts of each token."""
 
+    def counts_experts(self) -> bool:
+        """Whether it is a server of q38, which counts by itself."""
+        with self._errors(COUNTS):
+            return self._http.get(COUNTS).status_code != httpx.codes.NOT_FOUND
+
     def counted(self, sizes: Sizes) -> NDArray[np.int64]:
         """[L, E]: how often each expert was chosen since the server's start (q38.sglang_ext.routes)."""
         with self._errors(COUNTS) as where:
@@ -206,22 +236,28 @@ class _Completions(Client):
 
     def choices(self, served: str, prompt: list[int], generate: int, sizes: Sizes) -> NDArray[np.int64]:
         """Experts [steps, L, K] of the generated tokens that went through the model again."""
-        body = {
-            "model": served, "prompt": prompt, "max_tokens": generate, "temperature": 0, "ignore_eos": True,
-            "return_routed_experts": True, "routed_experts_start_len": len(prompt),
-        }  # fmt: skip
-        with self._errors("/v1/completions") as where:
-            response = self._http.post("/v1/completions", json=body)
-            answer = _document(response, where)
+        answer, where = self.generate(
+            served, prompt, generate, return_routed_experts=True, routed_experts_start_len=len(prompt)
+        )
         extension = answer.get("sglext")
         encoded = extension.get("routed_experts") if isinstance(extension, dict) else None
         if not isinstance(encoded, str) or not encoded:
             raise InputError(
                 "the server returns no routed experts",
                 where=where,
-                remedy=f"start SGLang with {FLAG}; other servers cannot",
+                remedy=f"start it with q38 serve, or SGLang with {FLAG}; other servers cannot",
             )
         return _decode(encoded, sizes, where)
+
+    def generate(
+        self, served: str, prompt: list[int], tokens: int, **more: Any
+    ) -> tuple[dict[str, Any], str]:
+        """Answer a prompt with so many greedy tokens. Returns the document and the address."""
+        body = {
+            "model": served, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more,
+        }  # fmt: skip
+        with self._errors("/v1/completions") as where:
+            return _document(self._http.post("/v1/completions", json=body), where), where
 
 
 def _document(response: httpx.Response, where: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from q38.base.errors import InputError
+from q38.base.files import require_directory
 from q38.checkpoint.header import Header, TensorInfo, read_header
 from q38.checkpoint.index import INDEX, SINGLE, Checkpoint, read_json
 from q38.checkpoint.packing import WIDTHS, WORD
@@ -40,10 +41,7 @@ class Stored:
         Raises:
             InputError: no such directory, or config.json is absent, unreadable or of another model.
         """
-        if not root.is_dir():
-            raise InputError(
-                "no such directory", where=root, remedy="give a directory that holds a checkpoint"
-            )
+        require_directory(root, remedy="give a directory that holds a checkpoint")
         config = read_json(root / "config.json")
         shape = ModelShape.from_config(config, where=str(root / "config.json"))
         faults: list[Fault] = []

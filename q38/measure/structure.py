@@ -10,9 +10,10 @@ from typing import Any
 from q38.base.errors import InputError
 from q38.base.progress import SILENT, Progress
 from q38.checkpoint.index import read_json
+from q38.checkpoint.job import read_manifest
 from q38.checkpoint.packing import symmetric_zeros
 from q38.measure.checks import SHOWN_FAULTS, Check, Fault, Part
-from q38.measure.files import check_files, read_manifest
+from q38.measure.files import check_files
 from q38.measure.stored import Stored, file_of
 from q38.measure.tokenizer import (
     TOKENIZER,

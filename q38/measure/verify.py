@@ -10,10 +10,10 @@ import q38
 from q38.base.errors import InputError
 from q38.base.progress import SILENT, Progress
 from q38.checkpoint.index import Checkpoint
-from q38.checkpoint.job import package_versions
+from q38.checkpoint.job import package_versions, read_manifest
 from q38.measure.checks import Check, Part
 from q38.measure.evaluate import DTYPES, Dtype, measure_quality
-from q38.measure.files import check_shards, read_manifest
+from q38.measure.files import check_shards
 from q38.measure.numbers import check_numbers
 from q38.measure.stored import Stored
 from q38.measure.structure import check_structure
@@ -28,8 +28,8 @@ def verify(
     *,
     source: Path | None = None,
     ple: Path | None = None,
-    parts: Sequence[str] = PARTS,
-    text: str = "stdlib",
+    parts: Sequence[str] | None = None,
+    text: str = "multilingual",
     tokens: int = 4096,
     seqlen: int = 256,
     max_kl: float | None = None,
@@ -48,7 +48,7 @@ def verify(
         source: the checkpoint it was made from; without it numbers are checked for themselves and
             quality is left out.
         ple: directory of the split n-gram table.
-        parts: which of "structure", "numbers" and "quality" to run.
+        parts: which of "structure", "numbers" and "quality" to run; default all, quality only with a source.
         text, tokens, seqlen, dtype, device, memory, report, fresh: of the quality part, see
             `q38.measure.evaluate.measure_quality`.
         max_kl: mean KL divergence in nats above which quality fails.
@@ -63,6 +63,8 @@ def verify(
         ResourceError: the memory does not suffice for the quality part.
     """
     _check_options(parts, tokens, seqlen, max_kl, min_top1, dtype)
+    _require_measured(parts, source, max_kl, min_top1)
+    parts = PARTS if parts is None else parts
     stored = Stored.open(model)
     origin = Checkpoint.open(source) if source else None
     done: list[Part] = []
@@ -107,6 +109,22 @@ def verify(
     }
 
 
+def _require_measured(
+    parts: Sequence[str] | None, source: Path | None, max_kl: float | None, min_top1: float | None
+) -> None:
+    """A limit that nothing is compared with, or a part that cannot run, must not end as passed."""
+    limits = {"--max-kl": max_kl, "--min-top1": min_top1}
+    given = [option for option, limit in limits.items() if limit is not None]
+    if given and parts is not None and "quality" not in parts:
+        raise InputError("is a limit of the part quality", where=given[0], remedy="add quality to --parts")
+    if source is None and (given or "quality" in (parts or ())):
+        raise InputError(
+            "needs the checkpoint that MODEL was made from",
+            where=given[0] if given else "--parts quality",
+            remedy="give it with --source",
+        )
+
+
 def _numbers(stored: Stored, origin: Checkpoint | None, progress: Progress) -> Part:
     part = check_numbers(stored.checkpoint, origin, progress=progress)
     manifest = read_manifest(stored.root)
@@ -118,10 +136,15 @@ def _numbers(stored: Stored, origin: Checkpoint | None, progress: Progress) -> P
 
 
 def _check_options(
-    parts: Sequence[str], tokens: int, seqlen: int, max_kl: float | None, min_top1: float | None, dtype: str
+    parts: Sequence[str] | None,
+    tokens: int,
+    seqlen: int,
+    max_kl: float | None,
+    min_top1: float | None,
+    dtype: str,
 ) -> None:
-    unknown = [part for part in parts if part not in PARTS]
-    if unknown or not parts:
+    unknown = [part for part in parts or () if part not in PARTS]
+    if unknown or (parts is not None and not parts):
         raise InputError(
             f"unknown part '{unknown[0]}'" if unknown else "no part chosen",
             where="--parts",

@@ -88,7 +88,9 @@ class ModelShape:
         model_type = str(config.get("model_type", ""))
         if not isinstance(text, Mapping) or not model_type.startswith("qwen4_exp"):
             raise InputError(
-                f"model_type is '{model_type or 'absent'}', not qwen4_exp",
+                f"model_type is '{model_type}', not qwen4_exp"
+                if model_type
+                else "is no config.json of a model: it has no model_type",
                 where=where,
                 remedy="give a Qwen3.8-Flash-Next (Qwen4-Exp) checkpoint",
             )

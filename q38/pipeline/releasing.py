@@ -41,7 +41,8 @@ def from_run(workdir: Path, *, source: Path | None = None, behaviour: Path | Non
     recipe = load_recipe(work.recipe)
     with lock(work):
         origin = _origin(state, work)
-        for step in plan_steps(recipe, origin if state.source else None, work):  # no source: a synthetic one
+        steps = plan_steps(recipe, origin if state.source else None, work)  # no source: a synthetic one
+        for step in steps:
             record = state.steps.get(step.name)
             if record is None or not record.ok:
                 raise InputError(
@@ -51,7 +52,10 @@ def from_run(workdir: Path, *, source: Path | None = None, behaviour: Path | Non
                 )
         contents = from_model(work.model, ple=work.ple, behaviour=behaviour)
         contents.name = recipe.name
+        written = {path for step in steps for path in step.writes}  # by this recipe
         for path in (work.placement, work.oracle, work.oracle_layers):
+            if path not in written:
+                continue
             _require_unchanged(path, state, work)
             contents.files[f"{TOOLS}/{path.name}"] = Item(path.resolve())
         contents.files[f"{TOOLS}/recipe.yaml"] = Item(work.recipe.resolve())

@@ -25,6 +25,7 @@ from q38.model.shape import ModelShape
 from q38.pipeline.inventory import group_sizes
 from q38.pipeline.setup import Setup
 from q38.pipeline.state import RunState
+from q38.pipeline.steps import left_out
 
 SCHEMA = "q38.report/1"
 _TEMPLATE = "report.html.jinja"
@@ -54,6 +55,7 @@ def collect(setup: Setup, state: RunState) -> dict[str, Any]:
         "created": state.created,
         "passed": failed is None and len(state.steps) == len(setup.steps),
         "failed_step": failed,
+        "left_out": left_out(setup.recipe),
         "recipe": state.recipe,
         "recipe_sha256": setup.recipe.sha256,
         "machine": _machine(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from q38.base.progress import SILENT, Progress
 from q38.checkpoint.index import read_json
 from q38.checkpoint.writer import atomic_file
 from q38.pipeline.child import MemorySampler, StepFailed, command_line
+from q38.pipeline.preflight import find_lacks, require_machine
 from q38.pipeline.runner import Runner
 from q38.pipeline.setup import Setup, prepare
 from q38.pipeline.state import RunState, first_touched, lock, refuse_changes
+from q38.pipeline.steps import left_out
 
 
 def run(
@@ -41,12 +44,15 @@ def run(
 
     Raises:
         InputError: recipe, source or an output changed since this directory was begun.
+        ResourceError: this machine cannot do a step that is left; nothing was begun.
         StepFailed: a step did not end well; its exit code is the child's. The report is written all the same.
     """
     from q38.pipeline.report import write_report
 
     setup = prepare(recipe, workdir, source)
     known = RunState.load(setup.work)
+    first = _first_dropped(setup, known, fresh=fresh, fresh_from=fresh_from) if known else None
+    require_machine(setup, [name for name, state in _step_states(setup, known, first) if state != "done"])
     with lock(setup.work):
         state = _open_state(setup, known, fresh=fresh, fresh_from=fresh_from)
         runner = Runner(setup, state, progress)
@@ -76,6 +82,8 @@ def dry_run(
     Returns:
         "steps": per step its name, command, state ("done", "resume" or "to do") and bytes_out: what
         is there for a finished step, else what the plan expects, None where it cannot be told.
+        "lacks": what keeps this machine from a step that is left (`q38.pipeline.preflight.Lack`).
+        "left_out": as in `summary`.
     """
     from q38.pipeline.expected import expected_bytes
 
@@ -85,20 +93,26 @@ def dry_run(
     if first is None:
         refuse_changes(state, setup.recipe.to_dict(), setup.source_files(), setup.steps, setup.work)
     expected = expected_bytes(setup)
-    rows, done = [], True
-    for step in setup.steps:
-        record = state.steps.get(step.name)
-        done = done and step.name != first and record is not None and record.ok
-        begun = not done and first is None and any((path / ".q38").exists() for path in step.writes)
-        rows.append(
-            {
-                "step": step.name,
-                "state": "done" if done else "resume" if begun else "to do",
-                "bytes_out": record.bytes_out if done and record else expected.get(step.name),
-                "command": command_line(step.args),
-            }
-        )
-    return {"workdir": str(workdir), "recipe": setup.recipe.name, "steps": rows}
+    states = dict(_step_states(setup, state, first))
+    rows = [
+        {
+            "step": step.name,
+            "state": states[step.name],
+            "bytes_out": state.steps[step.name].bytes_out
+            if states[step.name] == "done"
+            else expected.get(step.name),
+            "command": command_line(step.args),
+        }
+        for step in setup.steps
+    ]
+    lacks = find_lacks(setup, [name for name, found in states.items() if found != "done"])
+    return {
+        "workdir": str(workdir),
+        "recipe": setup.recipe.name,
+        "steps": rows,
+        "lacks": [lack.to_dict() for lack in lacks],
+        "left_out": left_out(setup.recipe),
+    }
 
 
 def summary(setup: Setup, state: RunState) -> dict[str, Any]:
@@ -113,6 +127,7 @@ def summary(setup: Setup, state: RunState) -> dict[str, Any]:
         "seconds": round(sum(r.seconds for r in records), 3),
         "peak_memory": state.peak_memory,
         "chat": serve.get("chat"),
+        "left_out": left_out(setup.recipe),
         "steps": [
             {
                 "step": r.name,
@@ -126,6 +141,16 @@ def summary(setup: Setup, state: RunState) -> dict[str, Any]:
             for r in records
         ],
     }
+
+
+def _step_states(setup: Setup, state: RunState | None, first: str | None) -> Iterator[tuple[str, str]]:
+    """(step, "done", "resume" or "to do"); `first` and all after it are to be done anew."""
+    done = True
+    for step in setup.steps:
+        record = state.steps.get(step.name) if state else None
+        done = done and step.name != first and record is not None and record.ok
+        begun = not done and first is None and any((path / ".q38").exists() for path in step.writes)
+        yield step.name, "done" if done else "resume" if begun else "to do"
 
 
 def _open_state(setup: Setup, state: RunState | None, *, fresh: bool, fresh_from: str | None) -> RunState:

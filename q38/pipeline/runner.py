@@ -13,17 +13,18 @@ from q38.pipeline import child, server
 from q38.pipeline.fingerprint import combine, fingerprint_outputs, tree_bytes
 from q38.pipeline.setup import Setup
 from q38.pipeline.state import Record, RunState, refuse_stale
-from q38.pipeline.steps import Step
+from q38.pipeline.steps import SERVE, URL, Step
 
 
 class Runner:
-    """Holds the server between "serve" and the last step that talks to it. `ran` names the steps done now."""
+    """Holds a server between the step that starts it and the last one that talks to it. `ran` names the steps done now."""
 
     def __init__(self, setup: Setup, state: RunState, progress: Progress) -> None:
         self.setup, self.state, self.progress = setup, state, progress
         self.work = setup.work
         self.ran: list[str] = []
         self._server: server.Server | None = None
+        self._serving = ""  # the step that started it
 
     def run(self) -> None:
         """Do every step that is not done.
@@ -42,7 +43,7 @@ class Runner:
                 self.ran.append(step.name)
                 self.progress.say(f"[{number}/{len(steps)}] {child.command_line(step.args)}")
                 self._do(step)
-                if not any(later.needs_server for later in steps[number:]):
+                if not any(later.server == self._serving for later in steps[number:]):
                     self._stop_server()
         finally:
             self._stop_server()
@@ -50,10 +51,11 @@ class Runner:
     def _do(self, step: Step) -> None:
         identity = self._identity(step)
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        if step.name == "serve":
+        if step.starts_server:
             outcome = self._serve(step)
-        elif step.needs_server:
-            outcome = child.run((*step.args, "--url", self._running_server().url))
+        elif step.server:
+            url = self._running_server(step.server).url
+            outcome = child.run([url if arg == URL else arg for arg in step.args])
         else:
             outcome = child.run(step.args)
         with writing(self.work.root):
@@ -80,20 +82,26 @@ class Runner:
         self.progress.say(f"    {step.name}: {took}, peak memory {peak}")
 
     def _serve(self, step: Step) -> child.Outcome:
-        """Start the server, ask the recipe's question; the server stays up."""
+        """Start a server, which stays up; ask the one that the run ends with the recipe's question."""
         begun = time.monotonic()
-        running = self._server = server.start(step.args)
-        answer = server.ask(running.url, self.setup.recipe.serve)
-        self.progress.say(f"    {answer['question']}\n    {answer['answer']}")
-        document = {**running.document, "ready_seconds": round(running.seconds, 3), "chat": answer}
+        running = self._start(step)
+        document = {**running.document, "ready_seconds": round(running.seconds, 3)}
+        if step.name == SERVE:
+            answer = document["chat"] = server.ask(running.url, self.setup.recipe.serve)
+            self.progress.say(f"    {answer['question']}\n    {answer['answer']}")
         return child.Outcome(0, document, time.monotonic() - begun, running.memory.peak)
 
-    def _running_server(self) -> server.Server:
-        """The server, started again where an earlier run was killed after "serve"."""
-        if self._server is None:
-            step = next(step for step in self.setup.steps if step.name == "serve")
-            self.progress.say(f"    {child.command_line(step.args)}")
-            self._server = server.start(step.args)
+    def _running_server(self, name: str) -> server.Server:
+        """The server of that step, started again where an earlier run was killed after it."""
+        if self._server is not None and self._serving == name:
+            return self._server
+        step = next(step for step in self.setup.steps if step.name == name)
+        self.progress.say(f"    {child.command_line(step.args)}")
+        return self._start(step)
+
+    def _start(self, step: Step) -> server.Server:
+        self._stop_server()
+        self._server, self._serving = server.start(step), step.name
         return self._server
 
     def _stop_server(self) -> None:
@@ -101,10 +109,10 @@ class Runner:
             return
         running, self._server = self._server, None
         peak = running.stop()
-        if (record := self.state.steps.get("serve")) is not None:
+        if (record := self.state.steps.get(self._serving)) is not None:
             record.peak_memory = max(record.peak_memory, peak)
             self.state.save(self.work)
-        self.progress.say("    serve: stopped")
+        self.progress.say(f"    {self._serving}: stopped")
 
     def _identity(self, step: Step) -> dict[str, Any]:
         """What the result of a step depends on, whatever WORKDIR and the source directory are called."""

@@ -1,4 +1,4 @@
-"""The server of a run: started for the question and the benchmark, stopped after them."""
+"""A server of a run: started by its step, stopped after the last one that talks to it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from q38.pipeline import child
+from q38.pipeline.steps import Step
 from q38.recipe.schema import Serve
 
 
@@ -29,14 +30,14 @@ class Server:
         return self.memory.stop()
 
 
-def start(args: tuple[str, ...]) -> Server:
-    """Start `q38 serve` with these arguments and wait until it is ready.
+def start(step: Step) -> Server:
+    """Start the `q38 serve` of this step and wait until it is ready.
 
     Raises:
         StepFailed: it ended instead.
     """
     begun = time.monotonic()
-    process = child.start(args)
+    process = child.start(step.args)
     memory = child.MemorySampler(process.pid)
     assert process.stdout is not None
     try:
@@ -49,7 +50,7 @@ def start(args: tuple[str, ...]) -> Server:
     document = child.parse_document(line)
     if document is None or "error" in document:
         code = child.stop(process)
-        raise child.StepFailed("serve", child.Outcome(code, document, seconds, memory.stop()))
+        raise child.StepFailed(step.name, child.Outcome(code, document, seconds, memory.stop()))
     return Server(process, memory, document["url"], document, seconds)
 
 

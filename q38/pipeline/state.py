@@ -91,12 +91,14 @@ class RunState:
         write_json(work.state, {"schema": SCHEMA, **asdict(self)})
 
     def drop_from(self, first: str, order: Sequence[Step], work: Workdir) -> None:
-        """Forget `first` and every later step, and remove what they wrote. A kill in between is made good later."""
-        names = [step.name for step in order]
-        dropped = order[names.index(first) :]
-        for step in dropped:
-            self.steps.pop(step.name, None)
-        self.discarding = [str(p.relative_to(work.root)) for step in dropped for p in step.writes]
+        """Forget `first` and every later step, and remove what they wrote; so too what is no step any more.
+
+        A kill in between is made good later.
+        """
+        kept = order[: [step.name for step in order].index(first)]
+        self.steps = {step.name: self.steps[step.name] for step in kept if step.name in self.steps}
+        written = {path for step in kept for path in step.writes}
+        self.discarding = [str(p.relative_to(work.root)) for p in work.outputs() if p not in written]
         self.save(work)
         self.finish_discarding(work)
 

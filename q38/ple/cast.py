@@ -28,6 +28,22 @@ def is_finite(pattern: int) -> bool:
     return pattern < _INFINITY
 
 
+def first_not_finite(data: NDArray[np.uint8], dtype: str) -> int | None:
+    """Index of the first value in stored bytes that is NaN or infinite, None if all are numbers.
+
+    Args:
+        data: uint8, whole values.
+        dtype: "BF16" or "F8_E4M3" (which has NaN and no infinity).
+    """
+    if dtype == "BF16":
+        magnitudes, limit = data.view(np.uint16) & 0x7FFF, _INFINITY
+    else:
+        magnitudes, limit = data & 0x7F, 0x7F
+    if not magnitudes.size or magnitudes.max() < limit:
+        return None
+    return int(np.argmax(magnitudes >= limit))
+
+
 def scale_for(pattern: int) -> float:
     """The smallest bf16 number >= amax / 448; 1.0 for an all-zero table.
 

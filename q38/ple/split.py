@@ -25,7 +25,15 @@ from q38.checkpoint.job import Job
 from q38.checkpoint.writer import FileRecord, fsync_directory, require_free_space, write_json, writing
 from q38.ple import scales
 from q38.ple.append import Appender
-from q38.ple.cast import Cast, CastError, count_patterns, is_finite, largest_pattern, scale_for
+from q38.ple.cast import (
+    Cast,
+    CastError,
+    count_patterns,
+    first_not_finite,
+    is_finite,
+    largest_pattern,
+    scale_for,
+)
 from q38.ple.find import PLE_JSON
 from q38.ple.source import BF16, FP8, TableSource, find_table
 from q38.ple.stream import CHUNK, Piece, read_tensors
@@ -70,7 +78,10 @@ def split_ple(
     }
     if table.row_scales is not None:
         identity["row_scales"] = table.row_scales.name
-    with Job(out, "split-ple", identity, fresh=fresh) as job:
+    # SRC/ple is where the other verbs look first.
+    with Job(
+        out, "split-ple", identity, inputs=(source,), below_input=True, fresh=fresh, progress=progress
+    ) as job:
         if not job.up_to_date:
             _Split(table, job, _stored(table, dtype), chunk, progress).run()
         return read_json(out / PLE_JSON)
@@ -148,11 +159,7 @@ class _Split:
                 task.advance(piece.nbytes)
                 if piece.last:
                     if not is_finite(peak):
-                        raise InputError(
-                            f"tensor {piece.tensor.name} holds NaN or infinity",
-                            where=piece.tensor.file,
-                            remedy="download the file again",
-                        )
+                        raise _not_finite(piece.tensor)
                     self.job.commit(f"range-{piece.number}", result=peak)
                     peak = 0
         return max(int(self.job.done[f"range-{n}"]["result"]) for n in range(len(self.table.shards)))
@@ -209,7 +216,9 @@ class _Split:
         error = CastError()
         with self.progress.task("split-ple: write", sum(s.nbytes for s in left.values())) as task:
             for piece in read_tensors(left, self._convert, self.chunk):
-                data, part = piece.value
+                data, part, finite = piece.value
+                if not finite:
+                    raise _not_finite(piece.tensor)
                 appender.write(data)
                 error.add(part)
                 task.advance(piece.nbytes)
@@ -217,11 +226,12 @@ class _Split:
                     appender.then(self._committing(piece, error))
                     error = CastError()
 
-    def _convert(self, data: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], CastError]:
+    def _convert(self, data: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], CastError, bool]:
+        """Stored bytes, the error of the cast, and whether all values are finite."""
         if self.cast is None:
-            return data, CastError()
+            return data, CastError(), first_not_finite(data, self.stored) is None
         values = data.view(np.uint16)
-        return self.cast(values), self.cast.error(count_patterns(values))
+        return self.cast(values), self.cast.error(count_patterns(values)), True  # the first pass looked
 
     def _committing(self, piece: Piece[Any], error: CastError) -> Callable[[str], None]:
         def commit(sha256: str) -> None:
@@ -254,6 +264,12 @@ class _Split:
         for n in range(len(self.table.shards)):
             total.add(CastError(**self.job.done[f"shard-{n}"]["result"]["error"]))
         return {"method": "one scale, amax / 448 rounded up to bf16, saturating", **total.summary()}
+
+
+def _not_finite(tensor: TensorInfo) -> InputError:
+    return InputError(
+        f"tensor {tensor.name} holds NaN or infinity", where=tensor.file, remedy="download the file again"
+    )
 
 
 def _pattern_of(data: NDArray[np.uint8]) -> int:

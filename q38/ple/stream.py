@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from q38.base.errors import InputError
 from q38.base.settings import cpu_count
 from q38.checkpoint.header import TensorInfo
+from q38.checkpoint.paths import reading
 
 CHUNK = 2**20  # bytes per read: larger buffers are mapped and unmapped by the allocator each time
 _READERS = 4
@@ -68,22 +69,21 @@ def read_tensors(
 
 
 def _open(file: Path) -> FileIO:
-    try:
+    with reading(file):
         return file.open("rb", buffering=0)
-    except OSError as error:
-        raise InputError(
-            f"cannot be read ({error.strerror})",
-            where=file,
-            remedy="restore it and run the same command again",
-        ) from None
 
 
 def read_range(fd: int, tensor: TensorInfo, start: int, stop: int) -> NDArray[np.uint8]:
-    """Bytes [start, stop) of a tensor from the open file that holds it."""
+    """Bytes [start, stop) of a tensor from the open file that holds it.
+
+    Raises:
+        InputError: the file ends early, or the disk fails.
+    """
     buffer = np.empty(stop - start, np.uint8)
     view, position = buffer.data, tensor.begin + start
     while len(view):
-        n = os.preadv(fd, [view], position)
+        with reading(tensor.file):
+            n = os.preadv(fd, [view], position)
         if n == 0:
             raise InputError(
                 f"the file ended inside tensor {tensor.name}",

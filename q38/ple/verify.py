@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from q38.base.errors import CheckFailed, InputError
 from q38.base.progress import SILENT, Progress
+from q38.checkpoint.header import TensorInfo
 from q38.checkpoint.index import Checkpoint
 from q38.ple import scales
-from q38.ple.cast import Cast
+from q38.ple.cast import Cast, first_not_finite
 from q38.ple.find import PLE_JSON, find_ple
 from q38.ple.source import BF16, FP8, TableSource, find_table
 from q38.ple.stream import CHUNK, read_range, read_tensors
@@ -42,7 +43,7 @@ def verify_ple(
         {"rows_compared", "sha256_checked", "ok": True}.
 
     Raises:
-        CheckFailed: the sha256 or a row differs (the first is named).
+        CheckFailed: the sha256 or a row differs (the first is named), or a row holds a value that is no number.
         InputError: ple.json or the source cannot be used, or they are of different tables.
     """
     found = find_ple(directory, directory)
@@ -71,7 +72,7 @@ def compare_table(file: Path, source: TableSource, stored: str, scale: float | N
     """Compare 64 rows of each shard (its first and last among them) bit for bit. Returns the number of rows.
 
     Raises:
-        CheckFailed: a row differs, or holds a NaN code.
+        CheckFailed: a row differs, or holds a value that is no number.
     """
     convert = _conversion(source, stored, scale)
     generator = np.random.default_rng(seed)
@@ -91,12 +92,7 @@ def compare_table(file: Path, source: TableSource, stored: str, scale: float | N
                         raise CheckFailed(
                             f"row {first_row + row} differs from {shard.name}", where=file, remedy=_REBUILD
                         )
-                    if stored == FP8 and ((actual & 0x7F) == 0x7F).any():
-                        raise CheckFailed(
-                            f"row {row} of {shard.name} holds NaN",
-                            where=shard.file,
-                            remedy="download the file again",
-                        )
+                    _require_finite(actual, stored, shard, row * source.dim)
             compared += len(rows)
             first_row += count
     return compared
@@ -114,8 +110,22 @@ def _compare_all(file: Path, source: TableSource, info: PleInfo, progress: Progr
                 raise CheckFailed(
                     f"row {place // row_bytes} differs from {piece.tensor.name}", where=file, remedy=_REBUILD
                 )
+            _require_finite(
+                actual, info.dtype, piece.tensor, piece.start * piece.tensor.numel // piece.tensor.nbytes
+            )
             task.advance(piece.nbytes)
     return info.rows
+
+
+def _require_finite(data: NDArray[np.uint8], dtype: str, shard: TensorInfo, at: int) -> None:
+    """Refuse stored bytes with a value that is no number; `at` is the value of the shard that they begin with."""
+    bad = first_not_finite(data, dtype)
+    if bad is not None:
+        raise CheckFailed(
+            f"row {(at + bad) // shard.shape[1]} of {shard.name} holds NaN or infinity",
+            where=shard.file,
+            remedy="download the file again",
+        )
 
 
 def _conversion(

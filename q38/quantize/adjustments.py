@@ -17,7 +17,7 @@ from q38.checkpoint.fp8 import dequantize_blocks
 from q38.model.names import NGRAM_SHARD
 from q38.ple.reader import PleTable
 from q38.quantize.blockstate import BlockState
-from q38.quantize.plan import BLOCK_SCALE
+from q38.quantize.sources import BLOCK_SCALE
 
 SUPPORTED = ("0.16.1",)
 _FP8_ITEM = 1

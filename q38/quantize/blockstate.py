@@ -24,6 +24,11 @@ Activations = list[torch.Tensor]  # one per sample, [1, T, hc_count * hidden_siz
 _FILE = re.compile(r"^activations-(\d+)\.safetensors$")
 
 
+def state_file(directory: Path, done: int) -> Path:
+    """Where the activations lie that block `done` (zero-based) starts from."""
+    return directory / f"activations-{done}.safetensors"
+
+
 class BlockState:
     """Stands in for auto_round.utils.resume.ResumeState, whose methods and attributes it offers.
 
@@ -35,6 +40,7 @@ class BlockState:
             blocks this process has done.
         started: called once, when the first block of this process begins.
         finished: called with the block's index once its activations are safe; records the block.
+        ended: called with the block's index when nothing of it is left to do; may end the run by raising.
     """
 
     def __init__(
@@ -46,11 +52,12 @@ class BlockState:
         seed: int,
         finished: Callable[[int], None],
         started: Callable[[], None] = lambda: None,
+        ended: Callable[[int], None] = lambda block: None,
     ) -> None:
         self._directory = directory
         self._total = total
         self._seed = seed
-        self._finished, self._started = finished, started
+        self._finished, self._started, self._ended = finished, started, ended
         self.resume_index = done
 
     def start(self) -> BlockState:
@@ -77,6 +84,7 @@ class BlockState:
         self.resume_index = done
         self._remove_others()
         self._reseed()
+        self._ended(done - 1)
 
     def clear(self) -> None:
         """Part of AutoRound's interface; the job removes its own state."""
@@ -87,9 +95,6 @@ class BlockState:
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
-    def _path(self, done: int) -> Path:
-        return self._directory / f"activations-{done}.safetensors"
-
     def _save(self, done: int, chains: dict[str, Any]) -> None:
         tensors = {
             f"{chain}.{i}": t for chain, values in chains.items() for i, t in enumerate(_samples(values))
@@ -98,12 +103,14 @@ class BlockState:
             (name, dtype_name(t.dtype), tuple(t.shape), t.numel() * t.element_size())
             for name, t in tensors.items()
         ]
-        stream_safetensors(self._path(done), entries, (tensor_bytes(t.cpu()) for t in tensors.values()))
+        stream_safetensors(
+            state_file(self._directory, done), entries, (tensor_bytes(t.cpu()) for t in tensors.values())
+        )
 
     def _load(self, chain: str) -> Activations | None:
         if self.resume_index in (0, self._total):
             return None
-        header = read_header(self._path(self.resume_index))
+        header = read_header(state_file(self._directory, self.resume_index))
         infos = [info for info in header.tensors.values() if info.name.startswith(chain + ".")]
         infos.sort(key=lambda info: int(info.name.rpartition(".")[2]))
         return [

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from q38.base.errors import InputError, ResourceError
+from q38.base.errors import InputError
 from q38.base.memory import peak_memory, reset_peak
 from q38.base.units import format_bytes, format_seconds
-from q38.checkpoint.index import fingerprint_file
-from q38.checkpoint.job import Job
+from q38.checkpoint.header import read_header
+from q38.checkpoint.job import Job, first_difference
 from q38.checkpoint.writer import FileRecord, write_json
 from q38.model.text import load_texts
 from q38.ple.find import PLE_JSON
 from q38.ple.reader import PleTable
 from q38.ple.table import read_info
+from q38.quantize.blockstate import state_file
 from q38.quantize.calibration import calibration_tokens
+from q38.quantize.devices import device_map, environment, item_bytes
 from q38.quantize.method import Work
 from q38.recipe.samples import host_memory, host_need
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     import torch
 
 COVERAGE = "coverage.json"
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class Calibrated:
@@ -36,6 +36,7 @@ class Calibrated:
         table: the n-gram table, None for a model without one.
         threads: CPU threads.
         device: "cpu", or GPU numbers like "0,1".
+        item: bytes of a value of the block inputs there.
 
     Raises:
         InputError: no calibration text, no n-gram table, or no such kind of device.
@@ -51,17 +52,40 @@ class Calibrated:
 
             self.table = open_table(work.source, ple)
         self.threads, self.device = threads, device_map(device)
+        self.item = item_bytes(self.device)
 
     def identity(self) -> dict[str, Any]:
-        source = self.work.source.path
         return {
             "calibration": self.work.recipe.calibration.model_dump(mode="json", exclude={"text"}),
             "text": self._texts.sha256,
-            "tokenizer": {n: fingerprint_file(source / n) for n in _TOKENIZER if (source / n).exists()},
             "ngram": _table_identity(self.table),
             "threads": self.threads,  # the last bit of a sum depends on them
             "device": self.device,
         }
+
+    def begin(self, job: Job, last: int) -> int | None:
+        """The first block to do (zero-based), None if all up to `last` are done.
+
+        Raises:
+            InputError: what this block starts from is gone, or an earlier process ran with other packages or on
+                another kind of device.
+        """
+        blocks = self.work.plan.blocks
+        done = next((i for i, shard in enumerate(blocks) if shard.unit not in job.done), len(blocks))
+        if done > last:
+            return None
+        self._same_environment(job)
+        if done > 0:
+            state = state_file(job.state, done)
+            try:
+                read_header(state)
+            except InputError as error:
+                raise InputError(
+                    f"must be written, and the block inputs it is made from are gone ({state.name}: {error.what})",
+                    where=self.work.out / blocks[done].file,
+                    remedy="restore one of the two files, or start over with --fresh",
+                ) from None
+        return done
 
     def tokens(self, job: Job) -> torch.Tensor:
         """Calibration tokens, int64 [samples, seqlen]; what they are is recorded and said."""
@@ -72,13 +96,27 @@ class Calibrated:
             self._texts, load_tokenizer(work.source.path), work.recipe.calibration
         )
         job.commit("calibration", result=facts.to_dict())
-        need = host_need(work.recipe, work.plan.shape, facts.samples, host_memory())
+        need = host_need(work.recipe, work.plan.shape, facts.samples, host_memory(), self.item)
         work.progress.say(
             f"calibration: {facts.samples} x {facts.seqlen} of {facts.tokens_available:,} tokens"
             f" ({facts.origin}); {format_bytes(need.cache)} a cache of block inputs,"
             f" {format_bytes(need.total)} of host memory at most"
         )
         return ids
+
+    def _same_environment(self, job: Job) -> None:
+        """Record what the blocks of this run are made with; every process of it must have the same."""
+        unit = "environment"
+        found = environment(self.device)
+        if unit not in job.done:
+            job.commit(unit, result=found)
+        elif difference := first_difference(job.done[unit]["result"], found):
+            key, before, now = difference
+            raise InputError(
+                f"was begun with another {key} ({before}, now {now})",
+                where=job.out,
+                remedy="restore it, or start over with --fresh",
+            )
 
     def extra_files(self, job: Job) -> dict[str, FileRecord]:
         """The tokens of every expert of every block, and the experts that had too few."""
@@ -149,32 +187,6 @@ def report(block: int, total: int, outcome: dict[str, Any], eta: float) -> str:
         parts.append(f"{format_bytes(outcome['device_peak'])} on the GPU")
     parts.append(f"{format_seconds(outcome['seconds'])}, ETA {format_seconds(eta)}")
     return f"block {block + 1} of {total}: {', '.join(parts)}"
-
-
-def device_map(name: str) -> str:
-    """ "auto" as "cpu" or all GPU numbers; others as they are.
-
-    Raises:
-        InputError: neither "auto" nor "cpu" nor numbers.
-        ResourceError: this machine has no such GPU.
-    """
-    if name == "cpu":
-        return name
-    import torch
-
-    count = torch.cuda.device_count()
-    if name == "auto":
-        return ",".join(str(i) for i in range(count)) or "cpu"
-    if not re.fullmatch(r"\d+(,\d+)*", name):
-        raise InputError(f"'{name}' is no device", where="--device", remedy="write auto, cpu, 0 or 0,1")
-    missing = next((n for n in name.split(",") if int(n) >= count), None)
-    if missing is not None:
-        raise ResourceError(
-            f"GPU {missing} is not there, this machine has {count}",
-            where="--device",
-            remedy="write auto, or a smaller number",
-        )
-    return name
 
 
 def _table_identity(table: PleTable | None) -> dict[str, Any] | None:

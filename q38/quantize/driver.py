@@ -9,14 +9,16 @@ from typing import Any
 from q38.base import settings
 from q38.base.errors import InputError
 from q38.base.progress import SILENT, Progress
-from q38.checkpoint.index import Checkpoint, read_json
+from q38.checkpoint.index import Checkpoint, fingerprint_file, read_json
 from q38.checkpoint.job import MANIFEST, Job
 from q38.checkpoint.writer import require_free_space
 from q38.quantize.method import Method, Work
-from q38.quantize.output import check_written, write_metadata
+from q38.quantize.output import check_written, copied_files, write_metadata
 from q38.quantize.plan import describe, make_plan
+from q38.quantize.sources import require_source
 from q38.recipe.samples import with_samples
 from q38.recipe.schema import Recipe
+from q38.recipe.scratch import scratch_bytes
 
 
 def quantize(
@@ -52,17 +54,19 @@ def quantize(
 
     Raises:
         InputError: bad source, recipe, table or blocks; another version of AutoRound; `out` belongs to
-            another run.
+            another run, or was begun with other packages or on another kind of device.
         ResourceError: AutoRound is missing, the disk or the memory is too small.
         CheckFailed: AutoRound did not do what the recipe says.
     """
     checkpoint, out = Checkpoint.open(source), Path(out)
-    recipe = with_samples(recipe, checkpoint.config, check=not dry_run)
+    require_source(checkpoint, recipe)
     plan = make_plan(checkpoint, recipe)
     last = last_block(blocks, len(plan.blocks))
+    # After the checks: what follows imports torch.
+    device, item = _device(recipe, device)
+    recipe = with_samples(recipe, checkpoint.config, item=item, check=not dry_run)
     if dry_run:
-        return describe(plan, recipe)
-    # After the checks: these import torch.
+        return describe(plan, recipe, item)
     from q38.quantize.rounding import write_rounded
 
     work = Work(checkpoint, out, plan, recipe, progress)
@@ -70,14 +74,14 @@ def quantize(
     identity = {
         "source": checkpoint.fingerprint,
         "quantize": recipe.quantize.model_dump(mode="json"),
+        "copied": {path.name: fingerprint_file(path) for path in copied_files(checkpoint)},
         **method.identity(),
     }
-    with Job(out, "quantize", identity, fresh=fresh) as job:
+    with Job(out, "quantize", identity, inputs=(source, ple), fresh=fresh, progress=progress) as job:
         if job.up_to_date:
             progress.say(f"{out} is up to date")
             return dict(read_json(out / MANIFEST)["result"])
-        left = sum(shard.nbytes for shard in plan.shards if shard.unit not in job.done)
-        require_free_space(out, left + method.scratch_bytes())
+        require_free_space(out, _space(work, job, item))
         write_rounded(work, job, [shard for shard in plan.shards if shard.block is None])
         method.run(job, last)
         if any(shard.unit not in job.done for shard in plan.shards):
@@ -115,6 +119,27 @@ def last_block(blocks: str | None, total: int) -> int:
             remedy=f"write 0-{total - 1}",
         )
     return last
+
+
+def _device(recipe: Recipe, device: str) -> tuple[str, int]:
+    """(the device in full, bytes of a value of the block inputs there); "" for a method that tunes nothing."""
+    if recipe.quantize.experts.method == "rtn":
+        return "", 0
+    from q38.quantize.devices import device_map, item_bytes
+
+    device = device_map(device)
+    return device, item_bytes(device)
+
+
+def _space(work: Work, job: Job, item: int) -> int:
+    """Bytes of disk that the rest of the run needs."""
+    left = [shard for shard in work.plan.shards if shard.unit not in job.done]
+    scratch = 0
+    if any(shard.block is not None for shard in left):
+        held = sum(path.stat().st_size for path in job.state.glob("*.safetensors"))
+        samples = work.recipe.calibration.samples
+        scratch = max(scratch_bytes(work.recipe, work.plan.shape, samples, item) - held, 0)
+    return sum(shard.nbytes for shard in left) + scratch
 
 
 def _method(work: Work, *, ple: Path | None, threads: int, device: str) -> Method:

@@ -34,9 +34,6 @@ class Method(Protocol):
     def identity(self) -> dict[str, Any]:
         """What its output depends on beside the source and the recipe's quantize section."""
 
-    def scratch_bytes(self) -> int:
-        """Disk it needs for its state while it runs."""
-
     def run(self, job: Job, last: int) -> None:
         """Write and commit the shard of every block up to `last` that `job.done` lacks, in order.
 

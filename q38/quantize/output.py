@@ -12,8 +12,8 @@ from q38.checkpoint.job import MANIFEST
 from q38.checkpoint.writer import FileRecord, copy_file, write_json
 from q38.model.shape import ModelShape
 from q38.quantize.plan import Plan
+from q38.quantize.requant_plan import stored_bits
 from q38.recipe.bits import check_resolution, quantization_config
-from q38.recipe.resolve import HIGH
 from q38.recipe.schema import Recipe
 
 CONFIG = "config.json"
@@ -39,10 +39,18 @@ def write_metadata(
         INDEX: write_json(out / INDEX, index),
         CONFIG: write_json(out / CONFIG, output_config(source.config, plan, recipe, facts)),
     }
-    for path in sorted(source.path.iterdir()):
-        if path.is_file() and path.suffix in COPIED and path.name not in NOT_COPIED:
-            files[path.name] = copy_file(path, out / path.name)
+    for path in copied_files(source):
+        files[path.name] = copy_file(path, out / path.name)
     return files
+
+
+def copied_files(source: Checkpoint) -> list[Path]:
+    """The source's files that the output has as they are."""
+    return [
+        path
+        for path in sorted(source.path.iterdir())
+        if path.is_file() and path.suffix in COPIED and path.name not in NOT_COPIED
+    ]
 
 
 def output_config(
@@ -85,20 +93,11 @@ def check_written(out: Checkpoint, plan: Plan) -> None:
     extra = next((name for name in out.tensors if name not in planned), None)
     if extra is not None:
         raise _failed(extra, "is in the output and was not planned")
-    found = stored_bits(out, plan)
+    found = {module: stored_bits(out, module) for module in plan.bits}
     for module, width in plan.bits.items():
         if found[module] != width:
             raise _failed(module, f"is stored at {found[module]} bits, the recipe says {width}")
     check_resolution(out.config["quantization_config"], found)
-
-
-def stored_bits(out: Checkpoint, plan: Plan) -> dict[str, int]:
-    """Width of every planned module as the files have it: qzeros [G, N * bits / 32] beside scales [G, N]."""
-    widths = {}
-    for module in plan.bits:
-        zeros, scales = out.tensors.get(f"{module}.qzeros"), out.tensors.get(f"{module}.scales")
-        widths[module] = HIGH if zeros is None or scales is None else zeros.shape[1] * 32 // scales.shape[1]
-    return widths
 
 
 def _failed(where: str, what: str) -> CheckFailed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -19,13 +19,12 @@ from q38.checkpoint.index import Checkpoint
 from q38.model.expected import packed_tensors
 from q38.model.names import FUSED_EXPERTS, Group, classify, layer_of, module_of
 from q38.model.shape import ModelShape
+from q38.quantize.sources import BLOCK_SCALE, FLOAT8, wanted_groups
 from q38.recipe.bits import base_bits, plan_bits
 from q38.recipe.resolve import HIGH
+from q38.recipe.samples import host_memory, host_need
 from q38.recipe.schema import Recipe
-
-BLOCK_SCALE = ".weight_scale_inv"
-FLOAT8 = ("F8_E4M3", "F8_E5M2")
-LEFT_OUT = (Group.NGRAM,)  # the table goes to ple/
+from q38.recipe.scratch import scratch_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,8 @@ class Part:
     kind: "packed" (a method makes it), "copy" (the source's bytes) or "dequantize" (fp8 codes times
         their block scales, as bfloat16).
     module: the module it belongs to.
+    fused, begin: where a copy is one expert of a fused tensor of the source: that tensor's name, and the first of
+        its bytes that belong to the expert.
     """
 
     name: str
@@ -42,6 +43,8 @@ class Part:
     shape: tuple[int, ...]
     kind: Literal["packed", "copy", "dequantize"]
     module: str
+    fused: str | None = None
+    begin: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +82,6 @@ class Plan:
     group_size: int
     shards: tuple[Shard, ...]
     read_bytes: int  # of the source
-    calibration_bytes: int  # one cache of block inputs in bfloat16; tuning holds up to three
 
     @property
     def base_bits(self) -> int:
@@ -113,7 +115,7 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     bits = plan_bits(checkpoint.config, recipe, requantized=False)
     base_bits(bits)  # refuses a recipe that leaves the experts alone
     group_size = recipe.quantize.group_size
-    wanted = _wanted(recipe)
+    wanted = wanted_groups(recipe)
     by_unit: dict[tuple[int, int], list[Part]] = {}
     found: set[str] = set()
     read = 0
@@ -136,9 +138,7 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
         Shard(_UNITS[kind].format(n), f"model-{i:05d}-of-{len(units):05d}.safetensors", n if kind == 1 else None, tuple(by_unit[kind, n]))
         for i, (kind, n) in enumerate(units, 1)
     )  # fmt: skip
-    tokens = recipe.calibration.samples * recipe.calibration.seqlen
-    cache = tokens * shape.hc_count * shape.hidden_size * 2
-    return Plan(shape, bits, group_size, shards, read, cache)
+    return Plan(shape, bits, group_size, shards, read)
 
 
 def natural_key(name: str) -> tuple[int | str, ...]:
@@ -165,32 +165,26 @@ def _order(name: str, group: Group) -> tuple[int, int]:
     return (0, 0) if block is None else (1, block)
 
 
-def _wanted(recipe: Recipe) -> Callable[[Group], bool]:
-    left_out = set(LEFT_OUT)
-    if recipe.quantize.mtp == "drop":
-        left_out |= {Group.MTP, Group.MTP_EXPERTS}
-    if recipe.quantize.vision == "drop":
-        left_out.add(Group.VISION)
-    return lambda group: group not in left_out
-
-
 def _parts(
     info: TensorInfo, checkpoint: Checkpoint, bits: Mapping[str, int], group_size: int
 ) -> Iterable[Part]:
-    if (match := FUSED_EXPERTS.match(info.name)) and len(info.shape) == 3:
-        matrices = list(_unfused(match["layer"], match["proj"], info.shape))
-        if any(bits.get(module, HIGH) < HIGH for module, _, _ in matrices):
-            for module, n, k in matrices:
-                yield from matrix_parts(module, n, k, bits[module], group_size)
-            return
     module = module_of(info.name)
-    width = bits.get(module, HIGH) if info.name.endswith(".weight") else HIGH
     if info.dtype in FLOAT8 and module + BLOCK_SCALE not in checkpoint.tensors:
         raise InputError(
             f"tensor {info.name} is fp8 and {module + BLOCK_SCALE} is missing",
             where=info.file,
             remedy="download the checkpoint again",
         )
+    if (match := FUSED_EXPERTS.match(info.name)) and len(info.shape) == 3:
+        begin = 0
+        for expert, n, k in _unfused(match["layer"], match["proj"], info.shape):
+            if bits.get(expert, HIGH) < HIGH:
+                yield from matrix_parts(expert, n, k, bits[expert], group_size)
+            else:
+                yield Part(f"{expert}.weight", info.dtype, (n, k), "copy", expert, info.name, begin)
+            begin += n * k * ITEM_BITS[info.dtype] // 8
+        return
+    width = bits.get(module, HIGH) if info.name.endswith(".weight") else HIGH
     if width < HIGH:
         n, k = info.shape
         yield from matrix_parts(module, n, k, width, group_size)
@@ -201,7 +195,7 @@ def _parts(
 
 
 def _unfused(layer: str, projection: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
-    """(module, N, K) of each matrix in a fused expert tensor [E, N, K]."""
+    """(module, N, K) of each matrix in a fused expert tensor [E, N, K], in the order of its bytes."""
     experts, rows, columns = shape
     for e in range(experts):
         prefix = f"{layer}.mlp.experts.{e}"
@@ -212,8 +206,14 @@ def _unfused(layer: str, projection: str, shape: tuple[int, ...]) -> Iterator[tu
             yield f"{prefix}.up_proj", rows // 2, columns
 
 
-def describe(plan: Plan, recipe: Recipe) -> dict[str, Any]:
-    """The plan for `--dry-run`: bits per group, bytes to be written, bytes of calibration caches."""
+def describe(plan: Plan, recipe: Recipe, item: int) -> dict[str, Any]:
+    """The plan for `--dry-run`: bits per group, bytes to be written, and what calibration takes.
+
+    Args:
+        item: bytes of a value of the block inputs: 2 on a GPU, 4 on a CPU.
+    """
+    calibration = recipe.calibration
+    need = host_need(recipe, plan.shape, calibration.samples, host_memory(), item)
     return {
         "method": recipe.quantize.experts.method,
         "bits": plan.bits_by_group(),
@@ -224,9 +224,11 @@ def describe(plan: Plan, recipe: Recipe) -> dict[str, Any]:
         "bytes": plan.nbytes,
         "shards": {shard.file: shard.nbytes for shard in plan.shards},
         "calibration": {
-            "samples": recipe.calibration.samples,
-            "seqlen": recipe.calibration.seqlen,
-            "tokens": recipe.calibration.samples * recipe.calibration.seqlen,
-            "cache_bytes": plan.calibration_bytes,
+            "samples": calibration.samples,
+            "seqlen": calibration.seqlen,
+            "tokens": calibration.samples * calibration.seqlen,
+            "cache_bytes": need.cache,
+            "host_bytes": need.total,
+            "scratch_bytes": scratch_bytes(recipe, plan.shape, calibration.samples, item),
         },
     }

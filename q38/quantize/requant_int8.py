@@ -7,43 +7,47 @@ ones. Memory is a few chunks per thread, whatever the size of a matrix.
 
 from __future__ import annotations
 
-import os
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from q38.base import settings
-from q38.base.errors import CheckFailed, InputError
+from q38.base.errors import CheckFailed
 from q38.base.progress import SILENT, Progress
-from q38.checkpoint.header import TensorInfo
+from q38.base.threads import one_torch_thread
+from q38.checkpoint.header import Header, TensorInfo
 from q38.checkpoint.index import INDEX, Checkpoint, fingerprint_file, read_json
-from q38.checkpoint.int8 import BITS, Deviation, Errors, deviation, round_int8
-from q38.checkpoint.job import MANIFEST, Job
-from q38.checkpoint.packing import pack, symmetric_zeros
+from q38.checkpoint.int8 import BITS
+from q38.checkpoint.job import MANIFEST, Job, read_manifest
+from q38.checkpoint.paths import read_chunks
 from q38.checkpoint.source import SourceWeights
 from q38.checkpoint.writer import (
     FileRecord,
     copy_file,
     require_free_space,
+    require_hash,
     stream_safetensors,
-    tensor_bytes,
     write_json,
     writing,
 )
-from q38.quantize.requant_plan import CONFIG, Entry, Matrix, Plan, extra_files, make_plan, stored_bits
+from q38.quantize.requant_plan import (
+    CONFIG,
+    Entry,
+    Matrix,
+    Plan,
+    extra_files,
+    make_plan,
+    stored_bits,
+)
+from q38.quantize.requant_scratch import COPY, packed_bytes, round_matrix, scratch_directory, scratch_file
 from q38.recipe.bits import check_resolution, fused_modules, quantization_config
 from q38.recipe.resolve import HIGH
 from q38.recipe.schema import Recipe
 
-_CHUNK = 2**22  # weights whose codes a thread collects before it writes them
-_SLICE = 2**18  # weights rounded at a time: about what a core's cache holds
-_COPY = 2**22  # bytes copied at a time
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -76,31 +80,52 @@ def requant_int8(
         "bytes", "not_copied"}; with dry_run {"matrices", "bytes"} without errors.
 
     Raises:
-        InputError: model, source and recipe do not belong together, or a weight is not finite.
+        InputError: model, source and recipe do not belong together; a file of `model` is not what its manifest
+            says; a weight is not finite; `out` shares a directory with an input.
         ResourceError: the disk is full or too small.
     """
     checkpoint, weights = Checkpoint.open(model), SourceWeights(Checkpoint.open(source))
     plan = make_plan(checkpoint, weights, recipe)
     if dry_run:
         return _describe(checkpoint, plan)
+    hashes = _hashes(checkpoint)
     identity = {
         "model": checkpoint.fingerprint | {p.name: fingerprint_file(p) for p in extra_files(checkpoint)},
         "source": weights.checkpoint.fingerprint,
         "requant_int8": recipe.requant_int8.model_dump(mode="json"),
     }
-    with Job(out, "requant-int8", identity, fresh=fresh) as job:
+    with Job(out, "requant-int8", identity, inputs=(model, source), fresh=fresh, progress=progress) as job:
         if job.up_to_date:
             progress.say(f"{out} is up to date")
             return dict(read_json(out / MANIFEST)["result"])
         workers = threads or settings.cpu_count()
+        _forget_lost(job, checkpoint, plan)
         _require_space(job, checkpoint, plan)
-        _round_all(job, plan, weights, recipe.requant_int8.clip_search, workers, progress)
+        clip_search = recipe.requant_int8.clip_search
+        _round_all(job, plan, checkpoint, weights, clip_search, workers, progress)
         kept = _kept(job, plan, recipe.requant_int8.max_relative_error)
-        shards = _write_shards(job, checkpoint, plan, kept, workers, progress)
-        _write_metadata(job, checkpoint, plan, kept, recipe, shards)
+        shards = _write_shards(job, checkpoint, plan, kept, hashes, workers, progress)
+        _write_metadata(job, checkpoint, plan, kept, recipe, shards, hashes)
         result = _result(job, checkpoint, plan, kept)
         job.finish(result)
         return result
+
+
+def _hashes(model: Checkpoint) -> dict[str, str]:
+    """sha256 of each file by the model's manifest, empty without one; small files are compared with it here.
+
+    Raises:
+        InputError: a small file is not what the manifest says.
+    """
+    manifest = read_manifest(model.path) or {"files": {}}
+    hashes = {name: str(record["sha256"]) for name, record in manifest["files"].items()}
+    for file in (model.path / CONFIG, model.path / INDEX, *extra_files(model)):
+        if file.name in hashes:
+            digest = hashlib.sha256()
+            for chunk in read_chunks(file):
+                digest.update(chunk)
+            require_hash(file, digest.hexdigest(), hashes[file.name])
+    return hashes
 
 
 def _describe(model: Checkpoint, plan: Plan) -> dict[str, Any]:
@@ -108,6 +133,15 @@ def _describe(model: Checkpoint, plan: Plan) -> dict[str, Any]:
     packed = sum(m.nbytes for m in plan.matrices)
     rows = [{"module": m.module, "shape": [m.n, m.k], "bits": BITS, "bytes": m.nbytes} for m in plan.matrices]
     return {"matrices": rows, "bytes": model.nbytes - replaced + packed}
+
+
+def _forget_lost(job: Job, model: Checkpoint, plan: Plan) -> None:
+    """Round a matrix again whose scratch file is gone while its shard is still, or again, to be written."""
+    for matrix in plan.matrices:
+        shard, file = model.info(matrix.weight).file.name, scratch_file(job, matrix)
+        if shard in job.done or (file.is_file() and file.stat().st_size == matrix.scratch_bytes):
+            continue
+        job.done.pop(_unit(matrix), None)
 
 
 def _require_space(job: Job, model: Checkpoint, plan: Plan) -> None:
@@ -122,70 +156,26 @@ def _require_space(job: Job, model: Checkpoint, plan: Plan) -> None:
 
 
 def _round_all(
-    job: Job, plan: Plan, weights: SourceWeights, clip_search: bool, workers: int, progress: Progress
+    job: Job,
+    plan: Plan,
+    model: Checkpoint,
+    weights: SourceWeights,
+    clip_search: bool,
+    workers: int,
+    progress: Progress,
 ) -> None:
     """Round every matrix into scratch, the largest first so that no thread is left alone with it."""
     todo = sorted((m for m in plan.matrices if _unit(m) not in job.done), key=lambda m: (-m.nbytes, m.module))
     with writing(job.state):
-        _scratch(job).mkdir(exist_ok=True)
+        scratch_directory(job).mkdir(exist_ok=True)
     total = sum(2 * m.n * m.k for m in plan.matrices)
-    with progress.task("requant-int8: rounding", total) as task, _one_thread_each():
-        task.advance(total - sum(2 * m.n * m.k for m in todo))
-        rounding = partial(_round_matrix, job, weights=weights, clip_search=clip_search)
+    before = total - sum(2 * m.n * m.k for m in todo)
+    with progress.task("requant-int8: rounding", total, done=before) as task, one_torch_thread():
+        rounding = partial(round_matrix, job, model=model, weights=weights, clip_search=clip_search)
         for matrix, found in _parallel(rounding, todo, workers):
             job.commit(_unit(matrix), result=asdict(found))
             task.advance(2 * matrix.n * matrix.k)
             task.note(matrix.module)
-
-
-def _round_matrix(job: Job, matrix: Matrix, *, weights: SourceWeights, clip_search: bool) -> Deviation:
-    """Round one matrix, a chunk of rows at a time, into its scratch file: words [K/4, N], then scales [K/g, N]."""
-    n, k, g = matrix.n, matrix.k, matrix.group_size
-    rows, step = max(_CHUNK // k, 1), max(_SLICE // k, 1)
-    codes = torch.empty(min(rows, n), k, dtype=torch.uint8)
-    scales = torch.empty(min(rows, n), k // g, dtype=torch.float16)
-    # Taken once: thousands of small tensors kept between large temporary ones would break the heap up.
-    error, norm = torch.empty(n, k // g), torch.empty(n, k // g)
-    clipped = 0
-    path = _scratch_file(job, matrix)
-    with writing(path), path.open("wb") as raw:
-        for start in range(0, n, rows):
-            stop = min(start + rows, n)
-            for first in range(start, stop, step):
-                last = min(first + step, stop)
-                weight = weights.rows(matrix.module, first, last)  # [n, K]
-                part = round_int8(weight, g, clip_search=clip_search)
-                _require_finite(part.scales, matrix, weights)
-                codes[first - start : last - start] = part.codes
-                scales[first - start : last - start] = part.scales
-                error[first:last], norm[first:last] = part.errors.squared_error, part.errors.squared_norm
-                clipped += part.errors.clipped
-            _put_columns(raw.fileno(), 0, pack(codes[: stop - start].t(), BITS), start, n)
-            _put_columns(raw.fileno(), n * k, scales[: stop - start].t().contiguous(), start, n)
-        os.fsync(raw.fileno())
-    return deviation([Errors(error, norm, clipped)], g)
-
-
-def _require_finite(scales: torch.Tensor, matrix: Matrix, weights: SourceWeights) -> None:
-    """A scale shows it: the largest magnitude of a group is NaN or infinite if one of its weights is."""
-    if not torch.isfinite(scales).all():
-        raise InputError(
-            f"tensor {matrix.weight} holds a value that is infinite, not a number or beyond 16 bit",
-            where=weights.checkpoint.path,
-            remedy="download the source again; q38 inspect --deep checks all of it",
-        )
-
-
-def _put_columns(fd: int, base: int, block: torch.Tensor, start: int, columns: int) -> None:
-    """Write [R, n] as columns [start, start + n) of a matrix [R, columns] that begins at byte `base`."""
-    data, size = tensor_bytes(block), block.element_size()
-    width = block.shape[1] * size
-    for row in range(block.shape[0]):
-        piece = data[row * width : (row + 1) * width]
-        position = base + (row * columns + start) * size
-        while len(piece):
-            written = os.pwrite(fd, piece, position)
-            piece, position = piece[written:], position + written
 
 
 def _kept(job: Job, plan: Plan, limit: float) -> dict[str, str]:
@@ -203,9 +193,15 @@ def _kept(job: Job, plan: Plan, limit: float) -> dict[str, str]:
 
 
 def _write_shards(
-    job: Job, model: Checkpoint, plan: Plan, kept: Mapping[str, str], workers: int, progress: Progress
+    job: Job,
+    model: Checkpoint,
+    plan: Plan,
+    kept: Mapping[str, str],
+    hashes: Mapping[str, str],
+    workers: int,
+    progress: Progress,
 ) -> dict[str, list[Entry]]:
-    """Write every shard of the model anew under its name. Returns file name -> its tensors."""
+    """Write every shard of the model anew under its name, each compared with its hash. Returns file name -> its tensors."""
     packed = {m.weight: m for m in plan.matrices if m.module not in kept}
     entries = {file: _entries(header.tensors, packed) for file, header in model.headers.items()}
     todo = [file for file in entries if file not in job.done]
@@ -214,16 +210,17 @@ def _write_shards(
     def write(file: str) -> FileRecord:
         infos = model.headers[file].tensors
         if not packed.keys() & infos.keys():
-            return copy_file(model.path / file, job.out / file)
-        metadata = model.headers[file].metadata
-        return stream_safetensors(job.out / file, entries[file], _data(job, model, infos, packed), metadata)
+            return copy_file(model.path / file, job.out / file, sha256=hashes.get(file))
+        header = model.headers[file]
+        data = _data(job, model, header, packed, hashes.get(file))
+        return stream_safetensors(job.out / file, entries[file], data, header.metadata)
 
-    with progress.task("requant-int8: writing", sum(sizes.values())) as task:
-        task.advance(sum(sizes[file] for file in entries if file in job.done))
+    before = sum(sizes[file] for file in entries if file in job.done)
+    with progress.task("requant-int8: writing", sum(sizes.values()), done=before) as task:
         for file, record in _parallel(write, todo, min(workers, 4)):
             job.commit(file, files={file: record})
             for weight in packed.keys() & model.headers[file].tensors.keys():
-                _scratch_file(job, packed[weight]).unlink(missing_ok=True)
+                scratch_file(job, packed[weight]).unlink(missing_ok=True)
             task.advance(sizes[file])
             task.note(file)
     return entries
@@ -237,25 +234,20 @@ def _entries(infos: Mapping[str, TensorInfo], packed: Mapping[str, Matrix]) -> l
 
 
 def _data(
-    job: Job, model: Checkpoint, infos: Mapping[str, TensorInfo], packed: Mapping[str, Matrix]
+    job: Job, model: Checkpoint, header: Header, packed: Mapping[str, Matrix], recorded: str | None
 ) -> Iterator[bytes | bytearray | memoryview]:
-    for name, info in infos.items():
-        if name not in packed:
-            for start in range(0, info.nbytes, _COPY):
-                yield model.read_bytes(name, start, min(start + _COPY, info.nbytes))
-            continue
-        matrix = packed[name]
-        with _scratch_file(job, matrix).open("rb") as raw:
-            left = matrix.n * matrix.k  # bytes of qweight: one per weight
-            while left:
-                piece = raw.read(min(_COPY, left))
-                if not piece:
-                    raise OSError(f"{raw.name} is shorter than it was written")
-                left -= len(piece)
+    """The new shard's bytes. All of the old one is read on the way, to tell that it is what `recorded` hashes."""
+    digest = hashlib.sha256(len(header.raw).to_bytes(8, "little") + header.raw)
+    for name, info in header.tensors.items():  # in file order, and a header leaves no gap between them
+        whole = info.nbytes if name not in packed or recorded is not None else 0
+        for start in range(0, whole, COPY):
+            piece = model.read_bytes(name, start, min(start + COPY, info.nbytes))
+            digest.update(piece)
+            if name not in packed:
                 yield piece
-            yield tensor_bytes(symmetric_zeros(matrix.k // matrix.group_size, matrix.n, BITS))
-            while piece := raw.read(_COPY):
-                yield piece
+        if name in packed:
+            yield from packed_bytes(job, packed[name])
+    require_hash(header.file, digest.hexdigest(), recorded)
 
 
 def _write_metadata(
@@ -265,6 +257,7 @@ def _write_metadata(
     kept: Mapping[str, str],
     recipe: Recipe,
     shards: Mapping[str, list[Entry]],
+    hashes: Mapping[str, str],
 ) -> None:
     """Write the index, config.json and the other files, then read the whole back by both engines' rules."""
     bits = {m: HIGH if m in kept else width for m, width in plan.after.items()}
@@ -274,7 +267,7 @@ def _write_metadata(
         "metadata": {"total_size": sum(nbytes for rows in shards.values() for *_, nbytes in rows)},
         "weight_map": {name: file for file, rows in shards.items() for name, *_ in rows},
     }
-    files = {p.name: copy_file(p, job.out / p.name) for p in extra_files(model)}
+    files = {p.name: copy_file(p, job.out / p.name, sha256=hashes.get(p.name)) for p in extra_files(model)}
     files[INDEX] = write_json(job.out / INDEX, index)
     files[CONFIG] = write_json(job.out / CONFIG, config)
     job.commit("metadata", files=files)
@@ -301,8 +294,7 @@ def _result(job: Job, model: Checkpoint, plan: Plan, kept: Mapping[str, str]) ->
         for m in plan.matrices
     ]
     written = Checkpoint.open(job.out)
-    manifest = model.path / MANIFEST
-    before = (read_json(manifest).get("result") or {}) if manifest.exists() else {}
+    before = (read_manifest(model.path) or {}).get("result") or {}
     return {
         "calibration": before.get("calibration"),  # so that verify can tell its text from it
         "matrices": rows,
@@ -319,14 +311,6 @@ def _unit(matrix: Matrix) -> str:
     return f"round {matrix.module}"
 
 
-def _scratch(job: Job) -> Path:
-    return job.state / "int8"
-
-
-def _scratch_file(job: Job, matrix: Matrix) -> Path:
-    return _scratch(job) / matrix.module
-
-
 def _parallel(work: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[tuple[T, R]]:
     """(item, result) as each finishes, `workers` at a time. The first failure stops what has not begun."""
     with ThreadPoolExecutor(workers) as pool:
@@ -336,14 +320,3 @@ def _parallel(work: Callable[[T], R], items: Iterable[T], workers: int) -> Itera
                 yield futures[future], future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """torch's own threads off: matrices are the unit of parallel work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -50,6 +50,11 @@ class Matrix:
     def nbytes(self) -> int:
         return sum(nbytes for _, _, _, nbytes in self.entries)
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Words [k / 4, n] in int32 and scales [k / group_size, n] in float16."""
+        return self.n * self.k + 2 * self.n * self.k // self.group_size
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -116,16 +121,24 @@ def _matrix(module: str, model: Checkpoint, source: SourceWeights, group_size: i
     if theirs is None:
         source.checkpoint.info(f"{module}.weight")  # raises
     if ours.shape != theirs or not _same_start(ours, model, source.checkpoint):
-        raise InputError(
-            f"tensor {ours.name} differs between the model and the source",
-            where=source.checkpoint.path,
-            remedy="give the source that the model was quantized from",
-        )
+        raise differs(ours.name, source.checkpoint)
     return Matrix(module, *ours.shape, group_size)
 
 
+def differs(name: str, source: Checkpoint) -> InputError:
+    """The refusal of a source whose weights are not those of the model."""
+    return InputError(
+        f"tensor {name} differs between the model and the source",
+        where=source.path,
+        remedy="give the source that the model was quantized from",
+    )
+
+
 def _same_start(info: TensorInfo, model: Checkpoint, source: Checkpoint) -> bool:
-    """Compare the first bytes: quantize copies 16-bit tensors unchanged."""
+    """Compare the first bytes, which shows most other sources at once; rounding compares the rest.
+
+    quantize copies 16-bit tensors unchanged.
+    """
     other = source.info(info.name)
     if other.dtype != info.dtype:
         return other.dtype.startswith("F8")  # dequantized on the way: no bytes to compare

@@ -25,9 +25,6 @@ class Rounding:
     def identity(self) -> dict[str, Any]:
         return {}
 
-    def scratch_bytes(self) -> int:
-        return 0
-
     def run(self, job: Job, last: int) -> None:
         write_rounded(self._work, job, self._work.plan.blocks[: last + 1])
 

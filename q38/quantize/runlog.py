@@ -88,7 +88,8 @@ def named_in(log: Path) -> Iterator[None]:
             raise ResourceError(
                 "out of memory while tuning",
                 where=log,
-                remedy="lower quantize.experts.batch_size or calibration.samples and run again",
+                remedy="end other programs there and run again, or lower quantize.experts.batch_size or"
+                " calibration.samples and start over with --fresh",
             ) from error
         message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise CheckFailed(

@@ -25,7 +25,6 @@ from q38.quantize.shards import write_shard
 from q38.quantize.torch_state import compute_dtype
 
 LOG = "autoround.log"
-_CACHES = 4  # two chains of activations, the new ones written before the old ones go
 
 
 class Tuning(Calibrated):
@@ -45,13 +44,10 @@ class Tuning(Calibrated):
         require_supported()
         super().__init__(work, ple=ple, threads=threads, device=device)
 
-    def scratch_bytes(self) -> int:
-        return _CACHES * self.work.plan.calibration_bytes
-
     def run(self, job: Job, last: int) -> None:
         work, blocks = self.work, self.work.plan.blocks
-        done = next((i for i, shard in enumerate(blocks) if shard.unit not in job.done), len(blocks))
-        if done > last:
+        done = self.begin(job, last)
+        if done is None:
             return
         ids = self.tokens(job)
         records: dict[int, FileRecord] = {}
@@ -65,7 +61,7 @@ class Tuning(Calibrated):
                 match = EXPERT.match(module)
                 return self._searched(module) if match and int(match["expert"]) in few else matrix(module)
 
-            records[block] = write_shard(work.out, blocks[block], work.source, chosen)
+            records[block] = write_shard(work.out, blocks[block], work.source, chosen, log=file)
 
         def finished(block: int) -> None:
             own = counts[block]
@@ -74,6 +70,8 @@ class Tuning(Calibrated):
             job.commit(blocks[block].unit, files={blocks[block].file: records[block]}, result=outcome)
             work.progress.say(report(block, len(blocks), outcome, meter.eta))
             task.advance(1)
+
+        def ended(block: int) -> None:
             if block == last and last + 1 < len(blocks):
                 raise autoround.Stop
 
@@ -81,9 +79,8 @@ class Tuning(Calibrated):
         with (
             logged_to(file) as log,
             named_in(file),
-            work.progress.task("quantize: tuning", last + 1, "blocks") as task,
+            work.progress.task("quantize: tuning", last + 1, "blocks", done) as task,
         ):
-            task.advance(done)
             state = BlockState(
                 job.state,
                 done=done,
@@ -91,6 +88,7 @@ class Tuning(Calibrated):
                 seed=work.recipe.calibration.seed,
                 finished=finished,
                 started=meter.restart,
+                ended=ended,
             )
             autoround.tune(
                 work.source.path,

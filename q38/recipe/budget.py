@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from q38.base.errors import InputError, ResourceError
-from q38.base.units import GIB, MIB, parse_bytes
+from q38.base.units import GIB, MIB
 from q38.checkpoint.header import ITEM_BITS
 from q38.checkpoint.index import read_json
 from q38.model.expected import Expected, ngram_tensors, quantized_tensors, source_tensors
@@ -21,8 +21,9 @@ from q38.model.kv import gdn_state_bytes, kv_bytes_per_token
 from q38.model.names import Group, classify, module_of
 from q38.model.shape import ModelShape
 from q38.recipe.bits import plan_bits
-from q38.recipe.samples import MOST
+from q38.recipe.samples import ITEM_GPU, MOST
 from q38.recipe.schema import Recipe, load_recipe
+from q38.recipe.scratch import scratch_bytes
 from q38.residency.staging import ring_rows
 
 
@@ -34,7 +35,6 @@ class Reserve:
     cuda_context: int = 1376 * MIB
     graphs: int = 256 * MIB  # MEASURED there: 0.25 GiB for one decode graph and its workspaces
     host_process: int = 3 * GIB  # MEASURED there: 3.1 GB of three processes beside the pinned rows
-    host_system: int = 4 * GIB  # operating system, desktop-less
     page_cache: int = 2 * GIB  # n-gram rows that decode reads again
 
 
@@ -91,53 +91,26 @@ class MachinePlan:
     gpu_left: int
     ram_left: int
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
+def read_cost(config: Path, recipe: str, *, source_layout: str = "bf16") -> tuple[dict[str, Any], Sizes]:
+    """config.json, and the cost of the checkpoint that a recipe makes of it.
 
-@dataclass(frozen=True)
-class Plan:
-    """Cost of a recipe, and where it lies on a machine (None when it does not fit)."""
+    Args:
+        config: config.json, or a directory that holds one.
+        recipe: recipe file, or the name of a shipped one.
+        source_layout: "bf16" or "fp8", for the source's own bytes.
 
-    sizes: Sizes
-    machine: MachinePlan | None
-
-
-def make_plan(
-    config: Path,
-    recipe: str,
-    *,
-    gpu: str,
-    ram: str,
-    context: int,
-    kv_format: str,
-    sequences: int = 1,
-    chunk: int = 2048,
-    source_layout: str = "bf16",
-) -> tuple[Plan, ResourceError | None]:
-    """Plan from names and sizes as a user writes them; the error says why the machine does not suffice."""
+    Raises:
+        InputError: one of them is none, or is broken.
+    """
     if source_layout not in ("bf16", "fp8"):
         raise InputError(
             f"unknown layout '{source_layout}'", where="--source-layout", remedy="known: bf16, fp8"
         )
-    gpu_total, ram_total = parse_bytes(gpu, where="--gpu"), parse_bytes(ram, where="--ram")
     file = config / "config.json" if config.is_dir() else config
     values, parsed = read_json(file), load_recipe(recipe)
-    cost = sizes(values, parsed, plan_bits(values, parsed), source_layout=source_layout)
-    try:
-        machine = machine_plan(
-            values,
-            cost,
-            gpu_total=gpu_total,
-            ram_total=ram_total,
-            context=context,
-            kv_format=kv_format,
-            sequences=sequences,
-            chunk=chunk,
-        )
-    except ResourceError as failure:
-        return Plan(cost, None), failure
-    return Plan(cost, machine), None
+    ModelShape.from_config(values, where=str(file))
+    return values, sizes(values, parsed, plan_bits(values, parsed), source_layout=source_layout)
 
 
 def sizes(
@@ -170,7 +143,6 @@ def sizes(
     ngram_bytes = sum(_bytes(t) for t in ngram_tensors(shape, ngram_layout) if ".shard_" in t.name)
     source_bytes = sum(_bytes(t) for t in source)
     samples = recipe.calibration.samples or MOST  # auto takes fewer on a small host
-    calibration = samples * recipe.calibration.seqlen * shape.hc_count * shape.hidden_size * 2
     expert_bits = bits.get(next((m for m in bits if classify(m) is Group.EXPERTS), ""), 16)
     return Sizes(
         groups=groups,
@@ -188,7 +160,7 @@ def sizes(
             "source": source_bytes,
             "split-ple": ngram_bytes,
             "quantize": tensor_bytes,
-            "quantize, while it runs (two caches of block inputs)": 2 * calibration,
+            "quantize, more while it runs on a GPU": scratch_bytes(recipe, shape, samples, ITEM_GPU),
             "requant-int8": tensor_bytes,
         },
     )
@@ -255,7 +227,6 @@ def machine_plan(
     host = {
         "pinned expert rows": pinned,
         "server process": reserve.host_process,
-        "operating system": reserve.host_system,
         "n-gram page cache": reserve.page_cache,
     }
     left = ram_total - sum(host.values())

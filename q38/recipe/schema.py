@@ -12,12 +12,15 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from q38.base.errors import InputError
+from q38.base.units import parse_bytes
 from q38.data import data_path
 from q38.model.names import KEEP_HIGH, PACKABLE, Group
 
 SCHEMA = "q38.recipe/1"
 Bits = Literal[2, 3, 4, 8, 16]
 AUTO_SAMPLES = 0  # calibration.samples: auto
+_ENGINES = "transformers, on the CPU with the whole model in memory, or sglang, the server of the run"
+_OF_SGLANG = ("device", "context", "kv", "gpu_memory", "ram")  # keys of serve
 
 
 class Section(BaseModel):
@@ -151,7 +154,7 @@ class RequantInt8(Section):
 
     groups: list[Group] = Field(
         default_factory=lambda: [Group.GDN_OUT, Group.ATTENTION, Group.LM_HEAD],
-        description="Parameter groups to re-pack.",
+        description="Parameter groups to re-pack. Without it, those of the default that quantize.bits does not lower.",
     )
     clip_search: bool = Field(
         False, description="Search the clipping factor with the least squared error per group."
@@ -164,6 +167,9 @@ class RequantInt8(Section):
 class Placement(Section):
     """Routing profile: which experts each layer selects."""
 
+    engine: Literal["transformers", "sglang", "none"] = Field(
+        "transformers", description="What runs the model: " + _ENGINES + "; none: no profile is made."
+    )
     text: str = Field("stdlib", description="Text to trace, as for calibration.")
     tokens: int = Field(4096, ge=512, description="Tokens traced; below 512 a profile is noise.")
 
@@ -183,6 +189,9 @@ class Verify(Section):
 class Oracle(Section):
     """Fixed continuations, scored after the build and again at the end."""
 
+    engine: Literal["transformers", "sglang", "none"] = Field(
+        "transformers", description="What scores: " + _ENGINES + "; none: nothing is scored."
+    )
     prompts: str | None = Field(
         None,
         description="Prompt file, or short: the set that ships with q38 without its long prompts; without it that set.",
@@ -196,8 +205,43 @@ class Serve(Section):
     engine: Literal["auto", "transformers", "sglang"] = Field(
         "auto", description="auto: sglang where it can run, else transformers."
     )
+    device: Literal["cuda", "cpu"] | None = Field(
+        None, description="sglang: cpu for tests and tiny models; without it cuda."
+    )
+    context: int | None = Field(
+        None, ge=1, description="sglang: tokens of prompt and answer together; without it the model's limit."
+    )
+    kv: Literal["auto", "bf16", "fp8", "int8", "int8ring_int4", "int4"] | None = Field(
+        None, description="sglang: KV cache format, as q38 serve --kv."
+    )
+    gpu_memory: str | None = Field(
+        None, description="sglang: GPU memory that it may use, like 23.4GiB; without it what is free."
+    )
+    ram: str | None = Field(
+        None, description="sglang: host memory that it may use, like 28GiB; without it what is available."
+    )
     question: str = Field("Hello! Who are you?", description="The chat question that ends a run.")
     max_tokens: int = Field(32, ge=1, description="Tokens of the answer at most.")
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What the recipe gives to the sglang engine: option of `q38 serve` -> value."""
+        values = {key: getattr(self, key) for key in _OF_SGLANG}
+        return {f"--{key.replace('_', '-')}": str(v) for key, v in values.items() if v is not None}
+
+    @model_validator(mode="after")
+    def _only_sglang(self) -> Serve:
+        for key in ("gpu_memory", "ram"):
+            if (text := getattr(self, key)) is not None:
+                try:
+                    parse_bytes(text)
+                except InputError as error:
+                    raise ValueError(f"{key}: {error.what}; write it like 28GiB") from None
+        if self.options and self.engine != "sglang":
+            raise ValueError(
+                f"{next(iter(self.options))[2:]}: only engine sglang takes it; set serve.engine to sglang"
+            )
+        return self
 
 
 class Bench(Section):
@@ -231,6 +275,42 @@ class Recipe(Section):
     oracle: Oracle = Oracle()
     serve: Serve = Serve()
     bench: Bench = Bench()
+
+    @model_validator(mode="after")
+    def _one_server(self) -> Recipe:
+        for name, section in (("placement", self.placement), ("oracle", self.oracle)):
+            if section.engine == "sglang" and self.serve.engine != "sglang":
+                raise ValueError(
+                    f"{name}.engine: sglang is the server of the run; set serve.engine to sglang as well"
+                )
+        width = self.quantize.bits.get(Group.EXPERTS, 16)
+        if self.serve.engine == "sglang" and width != 2:
+            raise ValueError(
+                f"serve.engine: sglang serves 2-bit experts, here they have {width} bits; set quantize.bits.experts to 2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_width_per_group(self) -> Recipe:
+        """No group is both quantized and re-packed; sensitive ones are re-packed on purpose alone."""
+        lowered = {group for group, bits in self.quantize.bits.items() if bits < 16}
+        requant = self.requant_int8
+        if "groups" not in requant.model_fields_set:
+            left = [group for group in requant.groups if group not in lowered]
+            object.__setattr__(self, "requant_int8", requant.model_copy(update={"groups": left}))
+        for group in self.requant_int8.groups:
+            if group not in PACKABLE:
+                problem = "this group has no packable matrices; remove it"
+            elif group in lowered:
+                problem = f"quantize.bits lowers it to {self.quantize.bits[group]} bits already; name it in one of the two"
+            elif group is Group.MTP_EXPERTS and self.quantize.mtp == "drop":
+                problem = "the recipe drops MTP; set quantize.mtp to keep, or remove it"
+            elif group in KEEP_HIGH and group not in self.quantize.allow_low:
+                problem = "a sensitive group below 16 bit; add it to quantize.allow_low if you mean it"
+            else:
+                continue
+            raise ValueError(f"requant_int8.groups: {group}: {problem}")
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved recipe, every default filled in."""

@@ -25,6 +25,7 @@ from q38.base.packages import installed_packages
 from q38.base.progress import SILENT, Progress
 from q38.base.threads import Advance, spread
 from q38.checkpoint.job import STATE, Job
+from q38.checkpoint.paths import read_chunks, refuse_inputs
 from q38.checkpoint.writer import atomic_file, fsync_directory, require_free_space, writing
 from q38.release.card import make_card, read_card
 from q38.release.collect import SHOWN, Contents, Item, require_uploadable
@@ -112,7 +113,7 @@ def build(
     }
     if fresh and out.is_dir():
         _allow_writing(out)
-    with ReleaseJob(out, "release build", identity, fresh=fresh) as job:
+    with ReleaseJob(out, "release build", identity, fresh=fresh, progress=progress) as job:
         if job.up_to_date:
             progress.say(f"{out} is up to date")
         else:
@@ -137,17 +138,9 @@ def build(
 
 def _refuse_inputs(contents: Contents, out: Path) -> None:
     """A release inside a directory with a manifest would be a stranger there, and the other way round."""
-    target = out.resolve()
-    for item in contents.files.values():
-        if item.source is None:
-            continue
-        within = item.sha256 is not None and target.is_relative_to(item.source.parent)
-        if within or item.source.is_relative_to(target):
-            raise InputError(
-                f"would share a directory with an input ({item.source})",
-                where=out,
-                remedy="choose a directory beside it",
-            )
+    items = [item for item in contents.files.values() if item.source is not None]
+    listed = {item.source.parent for item in items if item.source and item.sha256 is not None}
+    refuse_inputs(out, [*listed, *(item.source for item in items)])
 
 
 def _on_disk_of(out: Path, contents: Contents) -> set[str]:
@@ -226,12 +219,11 @@ def _link(source: Path, target: Path) -> bool:
 
 def _copy(source: Path, target: Path, piece: int, advance: Advance) -> SealedFile:
     hasher = Hasher(source.stat().st_size, piece)
-    buffer = memoryview(bytearray(_CHUNK))
-    with source.open("rb", buffering=0) as src, atomic_file(target) as out:
-        while n := src.readinto(buffer):
-            out.write(buffer[:n])
-            hasher.update(buffer[:n])
-            advance(n)
+    with atomic_file(target) as out:
+        for chunk in read_chunks(source, _CHUNK):
+            out.write(chunk)
+            hasher.update(memoryview(chunk))
+            advance(len(chunk))
     return hasher.sealed()
 
 

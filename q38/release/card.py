@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from q38.base.errors import InputError
+from q38.base.files import holds
 from q38.base.units import format_bytes
 from q38.checkpoint.index import Checkpoint, read_json
 from q38.measure.bench.compare import SCHEMA as BENCH
@@ -21,6 +22,7 @@ from q38.release.seal import read_seal
 
 _TEMPLATE = "card.md.jinja"
 _HIGH = 16
+_LIBRARY = "q38"
 _PACKAGES = ("q38", "torch", "transformers", "auto-round", "sglang", "safetensors", "tokenizers")
 
 
@@ -80,6 +82,19 @@ def read_card(file: Path) -> str:
     return text
 
 
+def refuse_other(file: Path) -> None:
+    """Refuse to write a card over a file that is none of q38.
+
+    Raises:
+        InputError: as said.
+    """
+    holds(
+        file,
+        "model card of q38",
+        lambda f: parse_card(f.read_text(encoding="utf-8"), where=f).get("library_name") == _LIBRARY,
+    )
+
+
 def parse_card(text: str, *, where: Path) -> dict[str, Any]:
     """The front matter as the hub's own client reads it. Raises InputError."""
     from huggingface_hub import ModelCard
@@ -114,7 +129,7 @@ def _front_matter(root: Path, facts: Mapping[str, Any], groups: list[dict[str, A
     data = ModelCardData(
         base_model=base,
         base_model_relation="quantized" if base else None,
-        library_name="q38",
+        library_name=_LIBRARY,
         license=licence["license"],
         license_name=licence["license_name"],
         license_link=licence["license_link"],

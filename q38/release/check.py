@@ -14,6 +14,7 @@ from typing import Any
 
 from q38.base import settings
 from q38.base.errors import InputError
+from q38.base.files import require_directory
 from q38.base.progress import SILENT, Progress
 from q38.base.threads import spread
 from q38.checkpoint.header import read_header
@@ -81,8 +82,7 @@ def check(
     Raises:
         InputError: no such directory, or it holds no RELEASE.json.
     """
-    if not root.is_dir():
-        raise InputError("no such directory", where=root, remedy="give the directory of a release")
+    require_directory(root, remedy="give the directory of a release")
     wanted = None if digest is None else parse_digest(digest)
     started = time.monotonic()
     try:

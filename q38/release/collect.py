@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from q38.base.errors import CheckFailed, InputError
+from q38.base.files import require_directory
 from q38.checkpoint.index import fingerprint_file, read_json
-from q38.checkpoint.job import MANIFEST, STATE
+from q38.checkpoint.job import MANIFEST, STATE, read_manifest
 from q38.checkpoint.writer import TEMPORARY
 from q38.inspection.findings import Severity
 from q38.inspection.report import inspect
-from q38.measure.files import read_manifest
 from q38.ple.find import find_ple
 from q38.recipe.schema import load_recipe
 from q38.release.layout import MAX_FILE, PLE, RECORDS, TOOLS, files_below
@@ -122,10 +122,7 @@ def listed(directory: Path, *, apart: Sequence[str] = ()) -> dict[str, Item]:
     Raises:
         InputError: no such directory, unfinished, or it holds other files than the manifest says.
     """
-    if not directory.is_dir():
-        raise InputError(
-            "no such directory", where=directory, remedy="give the directory of a finished model"
-        )
+    require_directory(directory, remedy="give the directory of a finished model")
     if (directory / STATE).is_dir():
         job = directory / STATE / "job.json"
         step = read_json(job)["step"] if job.exists() else "a step"

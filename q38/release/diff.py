@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from q38.base.errors import InputError
+from q38.base.files import require_directory
 from q38.base.progress import SILENT, Progress, Task
 from q38.checkpoint.index import INDEX, SINGLE, Checkpoint
 from q38.measure.checks import finite
@@ -49,8 +49,7 @@ def diff(a: Path, b: Path, *, progress: Progress = SILENT) -> dict[str, Any]:
         InputError: a directory is missing or a shard is damaged.
     """
     for root in (a, b):
-        if not root.is_dir():
-            raise InputError("no such directory", where=root, remedy="give two releases or model directories")
+        require_directory(root, remedy="give two releases or model directories")
     files = list(_compare_files(files_below(a), files_below(b), progress))
     tensors = sorted(_compare_tensors(a, b, files, progress), key=_rank)
     return {

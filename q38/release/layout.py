@@ -12,7 +12,7 @@ RELEASE.json     the seal: every other file with bytes and hashes, and where it 
 from __future__ import annotations
 
 import os
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 RELEASE = "RELEASE.json"
 SUMS = "SHA256SUMS"
@@ -49,9 +49,3 @@ def files_below(root: Path) -> dict[str, Path]:
                 found[path.relative_to(root).as_posix()] = path
         found |= {(here / name).relative_to(root).as_posix(): here / name for name in files}
     return dict(sorted(found.items()))
-
-
-def is_inside(name: str) -> bool:
-    """Whether a name from a file can only lie below the directory it is joined to."""
-    path = PurePosixPath(name)
-    return bool(name) and not path.is_absolute() and ".." not in path.parts and path.as_posix() == name

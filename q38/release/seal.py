@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from q38.base.errors import CheckFailed, InputError
+from q38.checkpoint.paths import require_inside
 from q38.checkpoint.writer import atomic_file
 from q38.release.hashing import SealedFile
-from q38.release.layout import RELEASE, SUMS, is_inside
+from q38.release.layout import RELEASE, SUMS
 
 SCHEMA = "q38.release/1"
 _ZEROS = "0" * 64
@@ -95,11 +96,7 @@ def read_seal(root: Path) -> Seal:
 
 def _files(document: Mapping[str, Any], file: Path) -> dict[str, SealedFile]:
     names = document["files"]
-    for name in names:
-        if not is_inside(name):  # a seal can be made by anyone
-            raise InputError(
-                f"names the file '{name}' outside the directory", where=file, remedy="do not use it"
-            )
+    require_inside(names, file)
     return {
         name: SealedFile(record["bytes"], record["sha256"], pieces=tuple(record.get("pieces", ())))
         for name, record in names.items()

@@ -21,8 +21,14 @@ VARYING: Mapping[str, tuple[str, ...]] = {
     f"{RECORDS}/*": WHOLE,
     # Quotes the measurements.
     CARD: WHOLE,
-    # When a step ended, and how long its blocks took.
-    "MANIFEST.json": ("created", "result.seconds", "result.blocks.*.seconds"),
+    # When a step ended, and the time and memory that its blocks took.
+    "MANIFEST.json": (
+        "created",
+        "result.seconds",
+        "result.blocks.*.seconds",
+        "result.blocks.*.host_peak",
+        "result.blocks.*.device_peak",
+    ),
     "ple/MANIFEST.json": ("created",),
     "q38/oracle.json": ("created",),
     # Lists the files above with their hashes, so `diff` compares those files instead.

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from q38.base.errors import InputError
+from q38.base.files import advising, holds
 from q38.checkpoint.header import Header, read_header
 from q38.checkpoint.writer import FileRecord, write_safetensors
 from q38.residency.trace import Trace
@@ -165,14 +166,22 @@ def save(profile: Profile, file: Path, *, halves: tuple[Profile, Profile] | None
     return write_safetensors(file, tensors, dict(sorted(metadata.items())))
 
 
+def is_there(file: Path) -> bool:
+    """Whether a profile is in `file`; False where nothing is.
+
+    Raises:
+        InputError: it holds something else.
+    """
+    return holds(file, f"{SCHEMA} file", lambda f: read_header(f).metadata.get("schema") == SCHEMA)
+
+
 def load(file: Path) -> Profile:
     """Read a profile.
 
     Raises:
         InputError: no such file, no routing profile, damaged contents, or too few tokens.
     """
-    header = read_header(file)
-    metadata = _metadata(header)
+    header, metadata = _header(file)
     count, mass = _pair(header, "count", "mass", dimensions=2)
     tokens = _number(header, "tokens")
     require_tokens(tokens, where=file)
@@ -185,8 +194,7 @@ def load_halves(file: Path) -> tuple[Profile, Profile] | None:
     Raises:
         InputError: as `load`.
     """
-    header = read_header(file)
-    _metadata(header)
+    header, _ = _header(file)
     if "half_count" not in header.tensors:
         return None
     count, mass = _pair(header, "half_count", "half_mass", dimensions=3)
@@ -210,12 +218,13 @@ def require_tokens(tokens: int, *, where: str | Path) -> None:
         )
 
 
-def _metadata(header: Header) -> dict[str, str]:
-    if header.metadata.get("schema") != SCHEMA:
-        raise InputError(
-            f"is no {SCHEMA} file", where=header.file, remedy="make one with q38 build-placement"
-        )
-    return {k: v for k, v in header.metadata.items() if k not in _OWN}
+def _header(file: Path) -> tuple[Header, dict[str, str]]:
+    """The header of a profile, and what its metadata says of its origin."""
+    with advising("make one with q38 build-placement"):
+        header = read_header(file)
+        if header.metadata.get("schema") != SCHEMA:
+            raise InputError(f"is no {SCHEMA} file", where=header.file)
+    return header, {k: v for k, v in header.metadata.items() if k not in _OWN}
 
 
 def _number(header: Header, key: str) -> int:

@@ -13,6 +13,7 @@ what it has seen. All policies start from the same number of rows in VRAM.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,8 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from q38.base.errors import InputError
+from q38.base.files import begins_with, holds
 from q38.base.progress import SILENT, Progress
 from q38.checkpoint.index import read_json
+from q38.checkpoint.writer import atomic_file
 from q38.model.shape import ModelShape
 from q38.residency.heat import HeatTracker, choose_swaps, hottest, hottest_overall
 from q38.residency.trace import Trace, read_trace
@@ -34,6 +37,8 @@ Policy = Callable[["Replay"], "Moves"]
 # REPORTED for the reference card (24 GB, 672 GB/s, PCIe 5 x16): what its kernels sustained.
 LINK_RATE = 51e9
 DEVICE_RATE = 500e9
+_MARK = "drawn by q38 plan --figure"  # in the file's metadata
+_FORMATS = {".png": "Description", ".svg": "Title"}  # suffix -> the field that holds the mark
 
 
 @dataclass(frozen=True)
@@ -107,19 +112,17 @@ class Outcome:
         return self.policy, self.resident, self.hit_rate, self.mass_hit_rate, host, moved, self.ms_per_token
 
 
-def simulate_file(
-    file: Path, config: Path, settings: Settings, *, figure: Path | None = None, progress: Progress = SILENT
-) -> list[Outcome]:
-    """`simulate` on a trace file.
+def read_model_trace(file: Path, config: Path) -> Trace:
+    """The trace in `file`, which must be of this model.
 
     Args:
-        config: config.json, or a directory that holds one; the trace must be of this model.
-        figure: PNG or SVG file to plot to, at several numbers of resident experts.
+        config: config.json, or a directory that holds one.
 
     Raises:
-        InputError: as `simulate`; or not a trace, or of a model of another shape.
+        InputError: not a trace, or of a model of another shape.
     """
-    shape = ModelShape.from_config(read_json(config / "config.json" if config.is_dir() else config))
+    config = config / "config.json" if config.is_dir() else config
+    shape = ModelShape.from_config(read_json(config), where=str(config))
     trace = read_trace(file)
     if (trace.experts, trace.layers) != (shape.num_experts, shape.num_layers):
         raise InputError(
@@ -127,6 +130,22 @@ def simulate_file(
             where=file,
             remedy="give a trace of this model",
         )
+    return trace
+
+
+def simulate_and_plot(
+    trace: Trace, settings: Settings, *, figure: Path | None = None, progress: Progress = SILENT
+) -> list[Outcome]:
+    """`simulate`, and a plot of it at several numbers of resident experts.
+
+    Args:
+        figure: PNG or SVG file to plot to.
+
+    Raises:
+        InputError: as `simulate`, or `figure` cannot be drawn there.
+    """
+    if figure is not None:
+        require_figure(figure)
     outcomes = simulate(trace, settings, progress=progress)
     if figure is not None:
         sizes = {max(round(trace.experts * part / 8), trace.top_k) for part in range(1, 8)} - {
@@ -162,12 +181,7 @@ def simulate(
         raise InputError(
             f"a trace of {trace.tokens} tokens", where="trace", remedy="give at least two tokens"
         )
-    if not trace.top_k <= settings.resident <= trace.experts:
-        raise InputError(
-            f"{settings.resident} experts per layer in VRAM",
-            where="resident",
-            remedy=f"give a number from {trace.top_k} to {trace.experts}",
-        )
+    require_resident(settings.resident, trace)
     profile, rest = trace.split(tokens)
     replay = Replay(rest, profile.counts() / tokens, profile.mass() / tokens, settings)
     outcomes = []
@@ -176,6 +190,20 @@ def simulate(
             outcomes.append(_outcome(name, replay, POLICIES[name](replay)))
             task.advance(1)
     return outcomes
+
+
+def require_resident(resident: int, trace: Trace) -> None:
+    """Refuse a number of rows a layer that no policy can replay.
+
+    Raises:
+        InputError: not between the experts a token chooses and the experts there are.
+    """
+    if not trace.top_k <= resident <= trace.experts:
+        raise InputError(
+            f"{resident} experts per layer in VRAM",
+            where="--resident",
+            remedy=f"give a number from {trace.top_k} to {trace.experts}",
+        )
 
 
 def _outcome(name: str, replay: Replay, moves: Moves) -> Outcome:
@@ -311,6 +339,17 @@ def _mass(trace: Trace, missed: NDArray[np.bool_]) -> float | None:
     return float(trace.weights[missed].sum() / trace.weights.sum())
 
 
+def require_figure(file: Path) -> None:
+    """Refuse a plot's file that is neither PNG nor SVG, or that holds something else than such a plot.
+
+    Raises:
+        InputError: as said.
+    """
+    if file.suffix.lower() not in _FORMATS:
+        raise InputError("is neither PNG nor SVG", where=file, remedy="give a name that ends in .png or .svg")
+    holds(file, "plot of q38 plan", begins_with(_MARK))
+
+
 def plot(outcomes: Sequence[Outcome], file: Path) -> None:
     """Hit rate and predicted time against the experts in VRAM, one line per policy, as PNG or SVG."""
     import matplotlib
@@ -328,5 +367,9 @@ def plot(outcomes: Sequence[Outcome], file: Path) -> None:
         axis.set(xlabel="experts per layer in VRAM", ylabel=label)
         axis.grid(alpha=0.3)
     axes[0].legend()
-    figure.savefig(file)
+    suffix = file.suffix.lower()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=suffix[1:], metadata={_FORMATS[suffix]: _MARK})
+    with atomic_file(file) as out:
+        out.write(buffer.getvalue())
     pyplot.close(figure)

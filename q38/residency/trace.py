@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from q38.base.errors import InputError
+from q38.base.files import advising, holds
 from q38.checkpoint.header import TensorInfo, read_header
 from q38.checkpoint.writer import stream_safetensors
 
+SCHEMA = "q38.trace/1"
 IDS, WEIGHTS = "ids", "weights"
 _INTEGERS: dict[str, Any] = {"U16": np.uint16, "I16": np.int16, "I32": np.int32, "I64": np.int64}
 
@@ -70,8 +72,9 @@ def read_trace(file: Path) -> Trace:
     Raises:
         InputError: not a trace, or ids outside the experts.
     """
-    header = read_header(file)
     remedy = "record a trace with q38 build-placement"
+    with advising(remedy):
+        header = read_header(file)
     if IDS not in header.tensors or not str(header.metadata.get("experts", "")).isdigit():
         raise InputError("has no tensor 'ids' or no 'experts' in its metadata", where=file, remedy=remedy)
     info, experts = header.tensors[IDS], int(header.metadata["experts"])
@@ -99,6 +102,15 @@ def read_trace(file: Path) -> Trace:
     return Trace(ids, weights, experts)
 
 
+def refuse_other(file: Path) -> None:
+    """Refuse to write a trace over a file that is none.
+
+    Raises:
+        InputError: as said.
+    """
+    holds(file, f"{SCHEMA} file", lambda f: read_header(f).metadata.get("schema") == SCHEMA)
+
+
 def write_trace(file: Path, trace: Trace) -> None:
     """Write a trace file (atomically)."""
     arrays: list[tuple[str, str, NDArray[Any]]] = [(IDS, "U16", trace.ids.astype(np.uint16))]
@@ -108,7 +120,7 @@ def write_trace(file: Path, trace: Trace) -> None:
         file,
         [(name, dtype, array.shape, array.nbytes) for name, dtype, array in arrays],
         (array.tobytes() for _, _, array in arrays),
-        {"schema": "q38.trace/1", "experts": str(trace.experts)},
+        {"schema": SCHEMA, "experts": str(trace.experts)},
     )
 
 

@@ -57,7 +57,13 @@ class Report:
 
 
 def examine(path: Path | None = None) -> Report:
-    """Probe this machine (`path` picks the disk) and compare it with what every verb needs."""
+    """Probe this machine (`path` picks the disk) and compare it with what every verb needs.
+
+    Raises:
+        InputError: no such path.
+    """
+    if path is not None and not path.exists():
+        raise InputError("no such file or directory", where=path, remedy="name one on the disk that is meant")
     machine = probe(path)
     verbs = {
         # Two extras may name the same package.
@@ -121,7 +127,7 @@ def _cuda(machine: Machine) -> list[Finding]:
             "torch built for CUDA",
             "absent" if build is None else f"torch {machine.packages['torch']}",
             build not in (None, "cpu"),
-            "install torch without the CPU index: pip install --force-reinstall torch",
+            "install SGLang with the torch that it asks for: docs/guide.md, For a GPU",
         ),
     ]
 

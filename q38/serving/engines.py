@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,19 +86,25 @@ class Engine:
 
     lacks: what this machine lacks to run it; empty when it can.
     launch: how to start the child; may refuse what cannot work.
+    passed_over: why engines that come before it were not chosen.
     """
 
     name: str
     summary: str
     lacks: Callable[[], list[Lack]]
     launch: Callable[[ServeOptions], Launch]
+    passed_over: str = ""
 
 
-def choose_engine(name: str = "auto", *, on_cpu: bool = False) -> Engine:
+def choose_engine(name: str = "auto", *, given: Sequence[str] = (), on_cpu: bool = False) -> Engine:
     """The engine of that name, or for "auto" the first of `ENGINES` that this machine can run.
 
     Args:
-        on_cpu: --device cpu was given, so the sglang engine needs no GPU; "auto" still wants one.
+        given: options of the sglang engine alone; with "auto" they ask for it.
+        on_cpu: --device cpu is one of them, so that it needs no GPU.
+
+    Returns:
+        the engine; `passed_over` says why "auto" did not take those before it.
 
     Raises:
         InputError: no engine has that name.
@@ -108,15 +114,20 @@ def choose_engine(name: str = "auto", *, on_cpu: bool = False) -> Engine:
         raise InputError(
             f"unknown engine '{name}'", where="--engine", remedy=f"known: auto, {', '.join(ENGINES)}"
         )
-    candidates = list(ENGINES.values()) if name == "auto" else [ENGINES[name]]
+    given = given or (["--device"] if on_cpu else [])
+    asked = name == "auto" and bool(given)
+    wanted = "sglang" if asked else name
+    reasons: list[str] = []
     lacks: list[Lack] = []
-    for engine in candidates:
-        lacks = sglang_engine.lacks_on_cpu() if on_cpu and name == "sglang" else engine.lacks()
+    for engine in ENGINES.values() if wanted == "auto" else [ENGINES[wanted]]:
+        lacks = sglang_engine.lacks_on_cpu() if on_cpu and wanted == "sglang" else engine.lacks()
         if not lacks:
-            return engine
+            return replace(engine, passed_over="; ".join(reasons))
+        missing = f"cannot run here: {'; '.join(lack.what for lack in lacks)}"
+        reasons.append(f"engine {engine.name} {missing}")
     raise ResourceError(
-        f"engine {candidates[-1].name} cannot run here: {'; '.join(lack.what for lack in lacks)}",
-        where="--engine",
+        f"needs engine sglang, which {missing}" if asked else reasons[-1],
+        where=given[0] if asked else "--engine",
         remedy="; ".join(lack.remedy for lack in lacks),
     )
 

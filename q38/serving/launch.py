@@ -130,6 +130,7 @@ def dry_run(options: ServeOptions) -> dict[str, Any]:
         "model": options.served_name,
         "command": shlex.join(launch.command),
         "log": str(log),
+        **({"passed_over": engine.passed_over} if engine.passed_over else {}),
         **({"plan": launch.figures} if launch.figures else {}),
     }
 
@@ -137,6 +138,8 @@ def dry_run(options: ServeOptions) -> dict[str, Any]:
 @contextmanager
 def _started(options: ServeOptions, progress: Progress) -> Iterator[tuple[Server, Child]]:
     options, engine = preflight(options)
+    if engine.passed_over:
+        progress.say(f"engine {engine.name}: {engine.passed_over}")
     with started_child(options, engine.name, engine.launch(options), progress) as started:
         yield started
 

@@ -20,6 +20,8 @@ from q38.serving.engines import Engine, ServeOptions, choose_engine
 from q38.serving.records import read_record
 from q38.serving.sglang_settings import refuse_conflicts
 
+MAX_PORT = 65535
+
 
 def preflight(options: ServeOptions) -> tuple[ServeOptions, Engine]:
     """Check everything that can be checked without loading.
@@ -37,9 +39,9 @@ def preflight(options: ServeOptions) -> tuple[ServeOptions, Engine]:
     options = replace(options, checkpoint=options.opened())
     table, needed = check_model(options)
     options = replace(options, port=claim_port(options.host, options.port))
-    engine = choose_engine(options.engine, on_cpu=options.sglang.on_cpu)
+    engine = choose_engine(options.engine, given=options.sglang.given, on_cpu=options.sglang.on_cpu)
     if engine.name == "transformers":
-        check_memory(needed, where=str(options.model))
+        check_memory(needed, where=str(options.model), passed_over=engine.passed_over)
     return replace(options, ple=table), engine
 
 
@@ -61,12 +63,20 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def check_port(port: int, *, least: int = 1) -> None:
+    """Refuse a number that is no port; `least` is 0 where that stands for any free one.
+
+    Raises:
+        InputError: as said.
+    """
+    if not least <= port <= MAX_PORT:
+        free = "" if least else ", or 0 for any free one"
+        raise InputError(f"{port} is not a port", where="--port", remedy=f"use 1 to {MAX_PORT}{free}")
+
+
 def claim_port(host: str, port: int) -> int:
     """Bind and release `port` to see that it is free; 0 picks a free one."""
-    if not 0 <= port <= 65535:
-        raise InputError(
-            f"{port} is not a port", where="--port", remedy="use 1 to 65535, or 0 for any free one"
-        )
+    check_port(port, least=0)
     try:
         with open_socket(host, port) as sock:
             return int(sock.getsockname()[1])
@@ -127,13 +137,20 @@ def check_model(options: ServeOptions) -> tuple[Path | None, int]:
     return table, sum(t.nbytes * (2 if t.dtype == "F8_E4M3" else 1) for t in stored)
 
 
-def check_memory(needed: int, *, where: str) -> None:
-    """Refuse a model whose weights alone exceed the memory that is free now."""
+def check_memory(needed: int, *, where: str, passed_over: str = "") -> None:
+    """Refuse a model whose weights alone exceed the memory that is free now.
+
+    Args:
+        passed_over: why no other engine was chosen.
+
+    Raises:
+        ResourceError: names the shortfall.
+    """
     free = available_memory()
     if needed > free:
         raise ResourceError(
             f"the weights need {format_bytes(needed)} of memory, {format_bytes(free)} are free: "
-            f"{format_bytes(needed - free)} short",
+            f"{format_bytes(needed - free)} short" + (f"; {passed_over}" if passed_over else ""),
             where=where,
             remedy="use a larger machine, or --engine sglang on one with a CUDA GPU",
         )

@@ -14,6 +14,7 @@ from q38.checkpoint.index import Checkpoint
 from q38.ple.fetch import obstacle
 from q38.serving.kv_choice import choose_kv
 from q38.serving.machine import CUDA_REMEDY, has_cuda_gpu
+from q38.serving.profile_choice import choose_profile
 from q38.serving.records import control_socket
 from q38.serving.requirements import lacking
 from q38.serving.scope import scoped
@@ -66,16 +67,21 @@ def launch(options: ServeOptions) -> Launch:
         ResourceError: it does not fit.
     """
     from q38.serving.engines import Launch
-    from q38.sglang_ext.options import ExtensionOptions
+    from q38.sglang_ext.options import DECODE_TOKENS, ExtensionOptions
 
     settings = options.sglang
     refuse_conflicts(settings, engine="sglang", device=settings.device or "cuda")
     checkpoint = options.opened()
     resolved = resolve(settings, checkpoint.config, where=str(options.model / "config.json"))
+    if resolved.requests > DECODE_TOKENS:
+        raise InputError(
+            f"{resolved.requests} requests at a time, the buffer of n-gram rows holds {DECODE_TOKENS}",
+            where="--requests",
+            remedy=f"pass {DECODE_TOKENS} or fewer",
+        )
     if settings.overlap is None and options.ple is not None and obstacle(options.ple) is not None:
         resolved = replace(resolved, overlap=False)
-    if settings.profile is not None and not settings.profile.is_file():
-        raise InputError("no such file", where=settings.profile, remedy="make it with q38 build-placement")
+    profile, about_profile = choose_profile(checkpoint, settings.profile)
     resolved, plan = choose_kv(resolved, lambda chosen: make_plan(checkpoint, settings, chosen, options.ple))
     resolved = replace(resolved, chunk=plan.chunk)
     control = control_socket(options.port).resolve()
@@ -88,7 +94,7 @@ def launch(options: ServeOptions) -> Launch:
     extension = ExtensionOptions(
         model=str(options.model.resolve()),
         ple=None if options.ple is None else str(options.ple.resolve()),
-        profile=None if settings.profile is None else str(settings.profile.resolve()),
+        profile=None if profile is None else str(profile.resolve()),
         device_rows=plan.device_rows,
         fewest_device_rows=plan.fewest_device_rows,
         reserve=plan.reserve,
@@ -110,7 +116,8 @@ def launch(options: ServeOptions) -> Launch:
         check_finite=bool(settings.check_finite),
     )
     arguments = _arguments(options, resolved, checkpoint, plan.static)
-    words, lines = [sys.executable, "-m", "q38.serving.sglang_server", *arguments], plan.lines()
+    words = [sys.executable, "-m", "q38.serving.sglang_server", *arguments]
+    lines = [*plan.lines(), about_profile]
     # The plan of a GPU shares out all host memory that the server may use.
     limit = sum(plan.host.values())
     if resolved.device != "cpu" and (inside := scoped(words, limit)) is not None:
@@ -120,7 +127,7 @@ def launch(options: ServeOptions) -> Launch:
         words,
         environment(resolved, extension.to_json()),
         lines,
-        plan.to_dict(),
+        {**plan.to_dict(), "profile": None if profile is None else str(profile)},
         _read_ahead(checkpoint, plan),
         _FREEZE_GC,
     )

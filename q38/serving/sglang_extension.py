@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from q38.base import settings
 from q38.base.errors import ResourceError
-from q38.checkpoint.writer import writing
+from q38.base.files import begins_with, holds
+from q38.checkpoint.writer import atomic_file, writing
 from q38.serving.machine import has_cuda_gpu
 from q38.sglang_ext import patch_tree
 from q38.sglang_ext.options import marker
 from q38.sglang_ext.patch_edits import unified_diff
+from q38.sglang_ext.source import release
 
 if TYPE_CHECKING:
     from q38.sglang_ext.check import CheckReport
 
 _VERIFY_TIMEOUT_S = 300.0
+_MARK = "q38 patch-sglang export-patch: SGLang "  # first words of a patch, which patch and git apply skip
 
 
 def check(tree: Path | None = None) -> CheckReport:
@@ -76,14 +79,15 @@ def export_patch(out: Path, *, dry_run: bool = False) -> dict[str, Any]:
     """Write the edits as a unified diff against the installed release.
 
     Raises:
-        CheckFailed: unknown release, or edited files. InputError: already patched.
+        CheckFailed: unknown release, or edited files. InputError: already patched, or `out` is no such patch.
     """
     tree = patch_tree.find_tree(None)
+    holds(out, "patch of q38 patch-sglang", begins_with(_MARK))
     files = patch_tree.apply(tree, dry_run=True, writable=False)
     text = unified_diff(tree)
     if not dry_run:
-        with writing(out):
-            out.write_text(text, encoding="utf-8")
+        with atomic_file(out) as f:
+            f.write(f"{_MARK}{release(tree)}\n{text}".encode())
     changed = [str(file.relative_to(tree)) for file in files]
     return {"file": str(out), "files": changed, "lines": text.count("\n")}
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from q38.model.names import Group
 from q38.model.shape import ModelShape
 from q38.ple.table import read_info
 from q38.recipe.budget import GroupCost, MachinePlan, Reserve, Sizes, expert_row_bytes, machine_plan
+from q38.serving.kv_choice import refuse_unreadable
 from q38.serving.machine import probe_gpus
 from q38.serving.sglang_settings import Resolved, SglangSettings
 
@@ -79,30 +79,64 @@ class ServePlan:
         return [*told, kv, f"{rows}; prompts in steps of {self.chunk} tokens"]
 
 
+@dataclass(frozen=True)
+class Weights:
+    """What a plan needs to know of a checkpoint, whether or not it is there yet.
+
+    config: config.json. groups: bytes of each parameter group. row_bytes: of one expert as it is served.
+    """
+
+    config: Mapping[str, Any]
+    groups: Mapping[Group, int]
+    row_bytes: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Weights:
+        """Those of a checkpoint.
+
+        Raises:
+            InputError: the experts are not packed at 2 bits.
+        """
+        shape = ModelShape.from_config(checkpoint.config)
+        return cls(checkpoint.config, checkpoint.group_bytes, _row_bytes(checkpoint, shape))
+
+
 def make_plan(
     checkpoint: Checkpoint, settings: SglangSettings, resolved: Resolved, table: Path | None
 ) -> ServePlan:
-    """Plan one server.
+    """Plan one server on this machine.
 
     Raises:
         ResourceError: it does not fit; the message gives the shortfall.
         InputError: the experts are not packed at 2 bits.
     """
-    shape = ModelShape.from_config(checkpoint.config)
-    row_bytes = _row_bytes(checkpoint, shape)
+    weights = Weights.of(checkpoint)
+    ram = min(settings.ram or available_memory(), available_memory())
+    gpu = 0 if resolved.device == "cpu" else _gpu_memory(settings, resolved)
+    plan = plan_for(weights, settings, resolved, gpu=gpu, ram=ram)
+    return plan if table is None else replace(plan, disk={"n-gram table": read_info(table).bytes})
+
+
+def plan_for(
+    weights: Weights, settings: SglangSettings, resolved: Resolved, *, gpu: int, ram: int
+) -> ServePlan:
+    """Plan one server on any machine.
+
+    Args:
+        gpu, ram: bytes of the device and of the host that it may use.
+
+    Raises:
+        ResourceError: it does not fit; the message gives the shortfall.
+    """
+    shape, row_bytes = ModelShape.from_config(weights.config), weights.row_bytes
     rows = shape.num_layers * shape.num_experts
-    groups = checkpoint.group_bytes
-    dense = sum(n for group, n in groups.items() if group not in _ELSEWHERE)
+    dense = sum(n for group, n in weights.groups.items() if group not in _ELSEWHERE)
     if settings.int8_mixes:
         dense -= _saved_by_int8(shape)
-    disk = {} if table is None else {"n-gram table": read_info(table).bytes}
-    ram = min(settings.ram or available_memory(), available_memory())
     if resolved.device == "cpu":
-        return _on_cpu(shape, resolved, dense, rows, row_bytes, ram, disk)
+        return _on_cpu(shape, resolved, dense, rows, row_bytes, ram)
     machine = _widest(
-        lambda chunk: _on_gpu(
-            checkpoint, groups, settings, replace(resolved, chunk=chunk), dense, row_bytes, ram
-        ),
+        lambda chunk: _on_gpu(weights, replace(resolved, chunk=chunk), dense, gpu, ram),
         resolved,
         given=settings.chunk is not None,
     )
@@ -126,7 +160,7 @@ def make_plan(
             "pinned expert rows": machine.host["pinned expert rows"] + fewer,
             "left": machine.ram_left - fewer,
         },
-        disk=disk,
+        disk={},
         rows=rows,
         device_rows=min(fewest + later // row_bytes, rows),
         fewest_device_rows=fewest,
@@ -212,7 +246,6 @@ def _on_cpu(
     rows: int,
     row_bytes: int,
     ram: int,
-    disk: dict[str, int],
 ) -> ServePlan:
     kv = (
         kv_bytes_per_token(shape, resolved.kv, context=resolved.context)
@@ -230,7 +263,7 @@ def _on_cpu(
     return ServePlan(
         device={},
         host=host,
-        disk=disk,
+        disk={},
         rows=rows,
         device_rows=rows,
         fewest_device_rows=rows // 2,
@@ -242,21 +275,22 @@ def _on_cpu(
     )
 
 
-def _on_gpu(
-    checkpoint: Checkpoint,
-    groups: Counter[Group],
-    settings: SglangSettings,
-    resolved: Resolved,
-    dense: int,
-    row_bytes: int,
-    ram: int,
-) -> MachinePlan:
+def _gpu_memory(settings: SglangSettings, resolved: Resolved) -> int:
+    """Bytes that the server may use of this machine's first GPU.
+
+    Raises:
+        ResourceError: there is none. InputError: it cannot read the KV format.
+    """
     gpus = probe_gpus()
     if not gpus:
         raise ResourceError("no CUDA GPU", where="--device", remedy="use a machine with one, or --device cpu")
+    refuse_unreadable(resolved.kv, gpus[0])
     free = gpus[0].memory_free
-    total = min(settings.gpu_memory or free, free)
-    expert_bytes = groups[Group.EXPERTS]
+    return min(settings.gpu_memory or free, free)
+
+
+def _on_gpu(weights: Weights, resolved: Resolved, dense: int, gpu: int, ram: int) -> MachinePlan:
+    expert_bytes = weights.groups[Group.EXPERTS]
     cost = Sizes(
         groups=[GroupCost(str(Group.EXPERTS), 0, 0, expert_bytes, {})],
         source_bytes=0,
@@ -267,20 +301,18 @@ def _on_gpu(
         parameters=0,
         bits_per_weight=0.0,
         published_bits_per_weight=0.0,
-        row_bytes=row_bytes,
+        row_bytes=weights.row_bytes,
     )
     return machine_plan(
-        checkpoint.config,
+        weights.config,
         cost,
-        gpu_total=total,
+        gpu_total=gpu,
         ram_total=ram,
         context=resolved.context,
         kv_format=resolved.kv,
         sequences=resolved.requests,
         states=resolved.states,
         chunk=resolved.chunk,
-        # The rest of the system is already outside the free memory that this starts from.
-        reserve=Reserve(host_system=0),
     )
 
 

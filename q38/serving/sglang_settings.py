@@ -47,7 +47,7 @@ class SglangSettings:
     prefix_cache: keep the KV cache of finished requests for prompts that begin alike.
     adapt: exchange expert rows while serving, by what is read; on a GPU by default.
     resident: experts of each layer that start in GPU memory; as many as fit by default.
-    return_routes: answers can name the experts that each token chose (for q38 build-placement --server).
+    return_routes: answers can name the experts that each token chose (for q38 build-placement --server --trace).
     overlap: schedule a decode step while the one before runs; where the n-gram rows allow it by default.
     int8_mixes: round the matrices of the hyper-connections to INT8 while loading.
     check_finite: look for values that are not finite in prompt steps.

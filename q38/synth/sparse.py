@@ -62,7 +62,7 @@ def synth_sparse(
     values, parsed = _inputs(config, layout, recipe)
     resolved = parsed.to_dict() if parsed else None
     identity = {"config": values, "layout": layout, "recipe": resolved, "shard_bytes": shard_bytes}
-    with Job(out, "synth sparse", identity, fresh=fresh) as job:
+    with Job(out, "synth sparse", identity, inputs=(config,), fresh=fresh, progress=progress) as job:
         if job.up_to_date:
             return dict(read_json(out / MANIFEST)["result"])
         tensors, final_config = _tensors(values, layout, parsed)

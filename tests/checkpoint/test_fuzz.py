@@ -20,8 +20,9 @@ from q38.inspection.report import inspect
 from q38.ple.split import split_ple
 from q38.ple.verify import verify_ple
 from q38.quantize.requant_int8 import requant_int8
-from q38.recipe.budget import make_plan
 from q38.recipe.schema import load_recipe
+from q38.serving.recipe_plan import plan_recipe
+from q38.serving.sglang_settings import SglangSettings
 from q38.synth.sparse import synth_sparse
 from tests.checkpoint.mutate import Draw, mutate_bytes, mutate_header, mutate_json, swap
 from tests.inspection.broken import clone
@@ -134,8 +135,8 @@ def test_plan_computes_or_refuses_any_config(bases: dict[str, Path], data: st.Da
         else:
             mutate_json(root / "config.json", data.draw)
         attempt(
-            lambda: make_plan(
-                root, str(bases["recipe"]), gpu="24GiB", ram="30GiB", context=4096, kv_format="fp8"
+            lambda: plan_recipe(
+                root, str(bases["recipe"]), gpu="24GiB", ram="30GiB", settings=SglangSettings(kv="fp8")
             ),
             Path(directory) / "out",
             root,

@@ -43,6 +43,15 @@ def test_tensors_read_back_in_their_own_dtype(root):
         assert checkpoint.read(name).dtype == tensor.dtype
 
 
+def test_a_file_that_went_away_after_it_was_opened_is_named(root):
+    checkpoint = Checkpoint.open(root)
+    (root / "1.safetensors").unlink()
+    for read in (lambda: checkpoint.read_bytes("a"), lambda: checkpoint.fingerprint):
+        with pytest.raises(InputError, match="cannot be read") as caught:
+            read()
+        assert caught.value.where == str(root / "1.safetensors")
+
+
 def test_rows_are_read_without_the_rest(root):
     assert torch.equal(Checkpoint.open(root).read_rows("a", 1, 3), FIRST["a"][1:3])
 

@@ -107,9 +107,12 @@ def test_a_last_line_without_its_end_counts_as_torn(tmp_path):
     assert run(tmp_path) == ["u1", "u2"]
 
 
-def test_a_journal_damaged_in_the_middle_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "line", [b"{nonsense", b"[]", b'{"files": {}}', b'{"unit": "u", "files": {"u0": 1}}']
+)
+def test_a_journal_damaged_in_the_middle_is_refused(tmp_path, line):
     broken_off(tmp_path)
-    journal(tmp_path).write_bytes(b"{nonsense\n" + journal(tmp_path).read_bytes())
+    journal(tmp_path).write_bytes(line + b"\n" + journal(tmp_path).read_bytes())
     with pytest.raises(InputError, match="journal of the unfinished run is damaged"):
         run(tmp_path)
     assert run(tmp_path, fresh=True) == ["u0", "u1", "u2"]

@@ -143,6 +143,44 @@ def test_a_copy_is_hashed_on_the_way(tmp_path):
     assert (tmp_path / "b").read_bytes() == b"content"
 
 
+def test_a_copy_of_a_damaged_file_is_refused_and_the_old_target_stays(tmp_path):
+    (tmp_path / "a").write_bytes(b"content")
+    (tmp_path / "b").write_bytes(b"old")
+    with pytest.raises(InputError, match=r"is damaged: sha256 is ed7002b4.*says 0000") as caught:
+        copy_file(tmp_path / "a", tmp_path / "b", sha256="0" * 64)
+    assert caught.value.where == str(tmp_path / "a")
+    assert (tmp_path / "b").read_bytes() == b"old"
+    assert left_behind(tmp_path) == ["a", "b"]
+
+
+def test_a_copy_of_a_file_that_is_gone_names_the_source(tmp_path):
+    with pytest.raises(InputError, match="cannot be read") as caught:
+        copy_file(tmp_path / "a", tmp_path / "b")
+    assert caught.value.where == str(tmp_path / "a")
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "gone"), OSError(28, "No space left on device")])
+def test_errors_of_what_feeds_a_file_are_not_those_of_the_file(tmp_path, error):
+    def failing():
+        yield b"ab"
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        stream_safetensors(tmp_path / "f", [("x", "U8", (4,), 4)], failing())
+    assert caught.value is error
+    assert left_behind(tmp_path) == []
+
+
+def test_bytes_that_were_still_buffered_on_a_full_disk_are_a_resource_error(tmp_path):
+    with small_disk(tmp_path / "disk", "16k") as disk:
+        (disk / "ballast").write_bytes(bytes(12 * 1024))
+        with pytest.raises(ResourceError, match="the disk is full"), atomic_file(disk / "f") as f:
+            for _ in range(5000):
+                f.write(b"x")
+        assert left_behind(disk) == ["ballast"]
+
+
 def test_every_dtype_has_the_name_of_the_format():
     assert [dtype_name(d) for d in (torch.bfloat16, torch.float8_e4m3fn, torch.int32)] == [
         "BF16",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import typer
 
@@ -48,6 +50,29 @@ def test_a_check_that_fails_ends_with_1_after_its_report(capsys: pytest.CaptureF
         console.print("report")
     assert ended.value.exit_code == 1
     assert capsys.readouterr().out == "report\n"
+
+
+@pytest.mark.parametrize("unit", ["B", "blocks"])
+def test_work_of_an_earlier_process_counts_but_not_for_the_rate(
+    unit: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([0.0, 1.0, 10.0, 10.0])  # opened; drawn at once; after ten seconds; closed
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    with TerminalProgress().task("tune", 100 * 2**20, unit, done=80 * 2**20) as task:
+        task.note("first")
+        task.advance(10 * 2**20)
+    line = capsys.readouterr().err.splitlines()[0]
+    assert "(90%)" in line
+    assert ("1.0 MiB/s" if unit == "B" else f"{2**20:.2f}/s") in line
+    assert line.endswith("ETA 10.0 s first")
+
+
+def test_before_anything_is_done_here_there_is_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    with TerminalProgress().task("tune", 48, "blocks", done=40):
+        pass
+    err = capsys.readouterr().err
+    assert err.startswith("tune: 40 of 48 (83%) blocks in ")
+    assert "/s" not in err
 
 
 def test_progress_in_a_log_is_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -95,3 +96,10 @@ def test_a_package_in_another_version_is_a_lack(monkeypatch: pytest.MonkeyPatch,
     assert "transformers==" in result.err
     assert "4.0.0" in result.err
     assert 'pip install "q38[serve]"' in result.err
+
+
+def test_a_path_that_is_not_there_is_exit_code_2(q38: Cli, tmp_path: Path) -> None:
+    result = q38("doctor", "--path", tmp_path / "nope")
+    assert result.code == 2
+    assert "nope: no such file or directory" in result.err
+    assert q38("doctor", "--path", tmp_path).code == 0

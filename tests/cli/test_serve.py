@@ -53,6 +53,18 @@ def test_the_sglang_engine_says_what_it_lacks(q38: Cli, tiny_source: Path) -> No
     assert "no CUDA GPU" in json.loads(result.out)["error"]["what"]
 
 
+def test_auto_says_why_it_takes_no_sglang(
+    q38: Cli, tiny_source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines.sglang_engine, "has_cuda_gpu", lambda: False)
+    document = json.loads(q38("serve", tiny_source, "--port", 0, "--dry-run", "--json").out)
+    assert document["engine"] == "transformers"
+    assert document["passed_over"].startswith("engine sglang cannot run here: no CUDA GPU")
+    result = q38("serve", tiny_source, "--port", 0, "--gpu-memory", "23GiB", "--dry-run")
+    assert result.code == 3
+    assert "--gpu-memory: needs engine sglang" in result.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -116,3 +128,11 @@ def test_stop_without_servers_is_a_missing_resource(
     result = q38("serve", "stop", "--port", 4)
     assert result.code == 3
     assert "port 4" in result.err
+
+
+@pytest.mark.parametrize("verb", ["status", "stop"])
+@pytest.mark.parametrize("port", [-4, 0, 65536])
+def test_no_port_is_refused_as_by_start(q38: Cli, verb: str, port: int) -> None:
+    result = q38("serve", verb, "--port", port)
+    assert result.code == 2
+    assert f"--port: {port} is not a port. Use 1 to 65535." in result.err

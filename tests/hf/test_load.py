@@ -11,7 +11,7 @@ from q38.checkpoint.fp8 import dequantize_blocks
 from q38.checkpoint.index import INDEX, Checkpoint, read_json
 from q38.checkpoint.packing import dequantize
 from q38.checkpoint.writer import write_safetensors
-from q38.hf.load import load_model, load_tokenizer, open_table
+from q38.hf.load import load_model, load_tokenizer, open_table, weight_bytes
 from tests.hf.conftest import logits
 from tests.measure.packed import copy_model, edit_json, edit_tensor
 
@@ -236,3 +236,22 @@ def test_loading_and_running_say_nothing(tiny_source, tiny_packed, tiny_ple, ids
         logits(load_model(path, ple=tiny_ple), ids)
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("tiny_source", {}),
+        ("tiny_source", {"dtype": torch.float32}),
+        ("tiny_source_fp8", {}),
+        ("tiny_packed", {}),
+        ("tiny_packed", {"unpack": True}),
+        ("tiny_packed", {"dtype": torch.float32}),
+    ],
+)
+def test_the_bytes_of_the_weights_are_known_before_they_are_loaded(request, tiny_ple, name, options):
+    path = request.getfixturevalue(name)
+    model = load_model(path, ple=tiny_ple, **options)
+    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+    loaded = sum(t.numel() * t.element_size() for t in tensors.values())
+    assert weight_bytes(Checkpoint.open(path), **options) == pytest.approx(loaded, rel=0.02)

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from q38.checkpoint.index import Checkpoint
+from q38.checkpoint.job import read_manifest
 from q38.checkpoint.packing import dequantize, pack
 from q38.measure import matrices, numbers
 from q38.measure.checks import Check, Fault
-from q38.measure.files import check_shards, read_manifest
+from q38.measure.files import check_shards
 from q38.measure.matrices import MAX_RELATIVE_ERROR, count_codes
 from q38.measure.numbers import check_numbers
 from q38.quantize.rtn import round_to_nearest

@@ -259,7 +259,7 @@ def test_a_file_that_is_no_reference_is_never_overwritten(
 ) -> None:
     file = tmp_path / "notes.json"
     file.write_text('{"mine": 1}')
-    with pytest.raises(InputError, match="schema is 'None'"):
+    with pytest.raises(InputError, match="is no reference of q38 oracle save"):
         save(packed, file, prompts=prompts, engine=FakeEngine(), fresh=True)
     assert file.read_text() == '{"mine": 1}'
 

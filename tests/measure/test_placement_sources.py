@@ -20,7 +20,7 @@ from q38.base.errors import InputError, Q38Error, ResourceError
 from q38.cli.app import main
 from q38.measure.placement_sources import COUNTS, count_server, import_placement, model_sizes, record_server
 from q38.residency.imported import Sizes
-from q38.residency.profile import load
+from q38.residency.profile import load, load_halves
 from q38.residency.trace import Trace, read_trace, write_trace
 from q38.serving.client import ServerError
 
@@ -137,6 +137,43 @@ def counted(sizes: Sizes, tokens: int) -> Any:
     return np.stack(
         [np.bincount(ids[:, layer].ravel(), minlength=sizes.experts) for layer in range(sizes.layers)]
     )
+
+
+def test_a_server_that_counts_by_itself_is_recorded_in_two_halves(
+    packed: Path, sizes: Sizes, tmp_path: Path
+) -> None:
+    """It is asked as often as another one, and need not return the experts of a token."""
+    seen: list[Any] = []
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        seen.append(random_ids(sizes, len(body["prompt"]) + body["max_tokens"] - 1, len(seen)))
+        ids = np.concatenate(seen)
+        total = [
+            np.bincount(ids[:, n].ravel(), minlength=sizes.experts).tolist() for n in range(sizes.layers)
+        ]
+        pages[COUNTS] = 200, {"result": {"selections": total}}
+        return 200, {"choices": [{"text": "x"}]}
+
+    out = tmp_path / "p.safetensors"
+    pages = {COUNTS: (200, {"result": {"selections": np.zeros((sizes.layers, sizes.experts), int).tolist()}})}
+    with completions(answer, pages) as (url, requests):
+        assert (
+            record_server(packed, out, url, tokens=TOKENS + 1, seqlen=SEQLEN, dry_run=True)["tokens"]
+            == 10 * 65
+        )
+        report = record_server(packed, out, url, tokens=TOKENS + 1, seqlen=SEQLEN)
+        assert record_server(packed, out, url, tokens=TOKENS + 1, seqlen=SEQLEN)["up_to_date"]
+    assert len(requests) == 10 and not any("return_routed_experts" in body for body in requests)
+    assert report["tokens"] == 10 * (2 * SEQLEN - 1) and report["coverage"][0]["equal"] is not None
+    halves = load_halves(out)
+    assert halves is not None
+    for half, part in zip(halves, (seen[:5], seen[5:]), strict=True):
+        ids = np.concatenate(part)
+        for layer in range(sizes.layers):
+            assert np.array_equal(
+                half.count[layer], np.bincount(ids[:, layer].ravel(), minlength=sizes.experts)
+            )
+    assert np.array_equal(load(out).count, halves[0].count + halves[1].count)
 
 
 def test_the_counts_of_a_running_server_make_a_profile(packed: Path, sizes: Sizes, tmp_path: Path) -> None:

@@ -106,6 +106,13 @@ def test_without_a_source_quality_says_what_it_needs(packed: Path, tiny_ple: Pat
         ({"seqlen": 8}, "sequences of 8"),
         ({"max_kl": 0.0}, "not positive"),
         ({"min_top1": 90.0}, "no share"),
+        ({"max_kl": 0.1}, "--max-kl: needs the checkpoint that MODEL was made from"),
+        ({"min_top1": 0.9}, "--min-top1: needs the checkpoint"),
+        ({"parts": ["structure", "quality"]}, "--parts quality: needs the checkpoint"),
+        (
+            {"parts": ["numbers"], "source": Path("s"), "max_kl": 0.1},
+            "--max-kl: is a limit of the part quality",
+        ),
     ],
 )
 def test_senseless_options_are_refused_before_any_work(
@@ -113,6 +120,29 @@ def test_senseless_options_are_refused_before_any_work(
 ) -> None:
     with pytest.raises(InputError, match=match):
         verify(tmp_path, **options)
+
+
+@pytest.mark.parametrize("name", ["model", "source"])
+def test_a_report_does_not_go_into_the_directory_of_an_input(
+    packed: Path, tiny_source: Path, tiny_ple: Path, name: str
+) -> None:
+    places = {"model": packed, "source": tiny_source}
+    options: dict[str, Any] = {"parts": ["quality"], "text": str(TEXT), "tokens": 64, "seqlen": 32}
+    with pytest.raises(InputError, match="would share a directory with an input"):
+        verify(packed, source=tiny_source, ple=tiny_ple, report=places[name], fresh=True, **options)
+    assert (places[name] / "config.json").exists()
+
+
+def test_a_manifest_that_names_a_file_outside_is_not_followed(
+    broken: Callable[..., Path], tiny_ple: Path
+) -> None:
+    model = broken(manifest=True)
+    edit_json(model / "MANIFEST.json", lambda m: m["files"].update({"../x": {"bytes": 1, "sha256": "h"}}))
+    (part,) = verify(model, ple=tiny_ple, parts=["structure"])["parts"]
+    (fault,) = next(check["faults"] for check in part["checks"] if check["name"] == "manifest")
+    assert fault["what"] == "names the file '../x' outside the directory"
+    with pytest.raises(InputError, match="outside the directory"):
+        verify(model, ple=tiny_ple, parts=["numbers"])
 
 
 def test_too_little_text_is_refused(packed: Path, tiny_source: Path, tiny_ple: Path, tmp_path: Path) -> None:
@@ -190,6 +220,13 @@ class TestCommand:
         (part,) = json.loads(capfd.readouterr().out)["parts"]
         assert code == 1
         assert next(c for c in part["checks"] if c["passed"] is False)["name"] == "kl divergence"
+
+    def test_a_limit_that_nothing_is_compared_with_exits_2(
+        self, packed: Path, tiny_ple: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        code = run_cli(monkeypatch, "verify", packed, "--ple", tiny_ple, "--max-kl", 0.1)
+        assert code == 2
+        assert "--max-kl: needs the checkpoint" in capfd.readouterr().err
 
     def test_too_little_memory_exits_3_with_the_shortfall(
         self,

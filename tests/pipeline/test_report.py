@@ -68,6 +68,7 @@ def test_the_page_of_a_run_shows_its_speed_and_loads_nothing() -> None:
             "q38": "0",
             "created": "today",
             "passed": True,
+            "left_out": ["No oracle <here>."],
             "recipe": {"name": "<b>tiny</b>"},
             "recipe_sha256": "0" * 64,
             "machine": machine,
@@ -83,6 +84,7 @@ def test_the_page_of_a_run_shows_its_speed_and_loads_nothing() -> None:
     tags = check_page(page)
     assert tags.count("svg") == 2 + 3  # routing, and times to first token, decode, between tokens
     assert "&lt;b&gt;tiny" in page
+    assert '<p class="warn">No oracle &lt;here&gt;.</p>' in page
     assert "ms/token p50" in page
 
 

@@ -137,7 +137,7 @@ def test_a_step_with_another_command_is_stale(work: Workdir) -> None:
 def test_dropping_a_step_drops_the_later_ones_and_their_files_alone(work: Workdir, order: list[Step]) -> None:
     work.quantized.mkdir(parents=True)
     (work.quantized / "w.safetensors").write_bytes(b"x")
-    write_json(work.quantized / "MANIFEST.json", {"files": {"w.safetensors": {"bytes": 1}}})
+    write_json(work.quantized / "MANIFEST.json", {"files": {"w.safetensors": {"bytes": 1, "sha256": "h"}}})
     write_json(work.placement, {})
     _finished(work)
     state = RunState.begin(_recipe().to_dict(), {})
@@ -147,6 +147,23 @@ def test_dropping_a_step_drops_the_later_ones_and_their_files_alone(work: Workdi
     assert not work.quantized.exists()
     assert not work.placement.exists()
     assert (work.ple / "ple.bin").exists()
+
+
+def test_what_the_recipe_no_longer_makes_goes_with_the_first_step_that_does_without_it(
+    work: Workdir, order: list[Step]
+) -> None:
+    work.root.mkdir()
+    write_json(work.oracle, {})
+    write_json(work.placement, {})
+    before, now = _recipe().to_dict(), _recipe(oracle={"engine": "none"})
+    state = RunState.begin(before, {})
+    state.steps = {step.name: _record(step.name) for step in order}
+    later = plan_steps(now, None, work)
+    first = first_touched(before, now.to_dict(), later)
+    assert first == "serve"
+    state.drop_from(first, later, work)
+    assert list(state.steps) == [step.name for step in order if step.name != "oracle-save"][:-3]
+    assert not work.oracle.exists() and work.placement.exists()
 
 
 def test_a_drop_that_was_killed_is_finished_by_the_next_run(work: Workdir) -> None:

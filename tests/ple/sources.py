@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from q38.checkpoint.index import INDEX
+from q38.checkpoint.index import INDEX, Checkpoint
 from q38.checkpoint.writer import write_safetensors
 from q38.model.ngram import table_rows
 from q38.model.shape import ModelShape
@@ -62,3 +62,15 @@ def make_source(
     (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (path / "config.json").write_text(json.dumps(raw))
     return path
+
+
+def poisoned(source: Path, *, row: int) -> Path:
+    """The same checkpoint, in place, with a NaN in this row of shard 4."""
+    checkpoint = Checkpoint.open(source)
+    name = f"{PREFIX}.shard_4.weight"
+    file = checkpoint.info(name).file
+    tensors = {n: checkpoint.read(n) for n in checkpoint.headers[file.name].tensors}
+    tensors[name].view(torch.uint8).view(tensors[name].shape[0], -1)[row, -1] = 0x7F
+    tensors[name].view(torch.uint8).view(tensors[name].shape[0], -1)[row, -2] = 0xFF
+    write_safetensors(file, tensors)
+    return source

@@ -16,13 +16,13 @@ import q38.cli.split_ple  # noqa: F401 (registers the verb)
 from q38.base.errors import CheckFailed, InputError, ResourceError
 from q38.checkpoint.index import Checkpoint
 from q38.checkpoint.job import Job
-from q38.checkpoint.writer import TEMPORARY, write_safetensors
+from q38.checkpoint.writer import TEMPORARY, FileRecord, write_safetensors
 from q38.cli.app import app
 from q38.ple import split as split_module
 from q38.ple.cast import E4M3_MAX
 from q38.ple.split import plan_split, split_ple
 from tests.checkpoint.disks import small_disk
-from tests.ple.sources import PREFIX, make_source
+from tests.ple.sources import PREFIX, make_source, poisoned
 
 TABLE = "ple.f8_e4m3.bin"
 
@@ -207,6 +207,35 @@ def test_a_table_with_nan_or_infinity_is_refused_before_anything_is_written(tmp_
     with pytest.raises(InputError, match=r"shard_4.weight holds NaN or infinity"):
         split_ple(source, tmp_path / "ple")
     assert not list((tmp_path / "ple").rglob("*.bin*"))
+
+
+@pytest.mark.parametrize(("fp8", "dtype"), [(True, "f8_e4m3"), (True, "source"), (False, "source")])
+def test_a_table_that_is_carried_over_with_a_value_that_is_no_number_is_refused(tmp_path, fp8, dtype):
+    source = poisoned(make_source(tmp_path / "source", fp8=fp8), row=1000)
+    with pytest.raises(InputError, match=r"shard_4.weight holds NaN or infinity") as caught:
+        split_ple(source, tmp_path / "ple", dtype=dtype)
+    assert caught.value.where.endswith("00002-of-00003.safetensors")
+    assert not list((tmp_path / "ple").glob("ple*"))
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_the_source_is_refused_as_output_and_the_table_may_lie_in_it(tmp_path, fresh):
+    source = make_source(tmp_path / "source")
+    before = snapshot(source)
+    with pytest.raises(InputError, match="would share a directory with an input"):
+        split_ple(source, source, fresh=fresh)
+    assert snapshot(source) == before
+    split_ple(source, source / "ple", fresh=fresh)
+
+
+def test_fresh_does_not_remove_what_another_step_wrote(source, tmp_path):
+    with Job(tmp_path / "model", "quantize", {}) as job:
+        (tmp_path / "model" / "shard").write_bytes(b"dear")
+        job.commit("all", files={"shard": FileRecord(4, "h")})
+        job.finish()
+    with pytest.raises(InputError, match="was written by q38 quantize"):
+        split_ple(source, tmp_path / "model", fresh=True)
+    assert (tmp_path / "model" / "shard").exists()
 
 
 def test_too_little_free_space_is_refused_before_the_first_byte(source, tmp_path, monkeypatch):

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from q38.base.errors import CheckFailed, InputError
+from q38.ple import split as split_module
 from q38.ple.split import split_ple
 from q38.ple.verify import verify_ple
-from tests.ple.sources import make_source
+from tests.ple.sources import make_source, poisoned
 
 TABLE = "ple.f8_e4m3.bin"
 
@@ -44,6 +45,17 @@ def test_a_right_table_passes_in_full(pair):
         "sha256_checked": True,
         "ok": True,
     }
+
+
+@pytest.mark.parametrize(("fp8", "dtype"), [(True, "f8_e4m3"), (False, "source")])
+def test_the_full_comparison_sees_a_value_that_is_no_number_on_both_sides(tmp_path, monkeypatch, fp8, dtype):
+    source = poisoned(make_source(tmp_path / "source", fp8=fp8), row=1000)
+    with monkeypatch.context() as patch:  # as split-ple of an earlier version passed it on
+        patch.setattr(split_module, "first_not_finite", lambda *_: None)
+        split_ple(source, tmp_path / "ple", dtype=dtype)
+    assert verify_ple(tmp_path / "ple", full=True)["ok"]
+    with pytest.raises(CheckFailed, match=r"row 1000 of .*shard_4\.weight holds NaN or infinity"):
+        verify_ple(tmp_path / "ple", against=source, full=True)
 
 
 def test_a_sample_takes_rows_of_every_shard(pair):

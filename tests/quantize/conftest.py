@@ -29,6 +29,7 @@ def vary(fast: Recipe) -> Callable[..., Recipe]:
 
     def build(**quantize: Any) -> Recipe:
         value = fast.to_dict()
+        del value["requant_int8"]["groups"]  # the default, less what quantize.bits lowers
         for key, new in quantize.items():
             old = value["quantize"].get(key)
             value["quantize"][key] = (

@@ -12,7 +12,8 @@ import torch
 
 from q38.base.errors import InputError, ResourceError
 from q38.base.progress import SILENT
-from q38.quantize.calibrated import Meter, device_map, report
+from q38.quantize.calibrated import Meter, report
+from q38.quantize.devices import device_map
 from q38.quantize.driver import quantize
 from q38.recipe.schema import Recipe
 
@@ -77,12 +78,17 @@ def test_a_run_says_the_bytes_of_its_caches_before_the_first_block_and_the_peak_
             said.append(message)
 
     recipe = vary(experts={"method": method, "iters": 1})
-    result = quantize(tiny_source, tmp_path / "out", recipe, ple=tiny_ple, blocks="0", progress=Said())
+    result = quantize(
+        tiny_source, tmp_path / "out", recipe, ple=tiny_ple, blocks="0", device="cpu", progress=Said()
+    )
     before, block = (
         next(i for i, line in enumerate(said) if line.startswith(s)) for s in ("calibration", "block")
     )
     assert before < block
-    assert "1.0 MiB a cache of block inputs, 3.0 GiB of host memory at most" in said[before]
+    assert "2.0 MiB a cache of block inputs, 3.0 GiB of host memory at most" in said[before]
+    chains = 2 if method == "autoround" else 1
+    kept = (tmp_path / "out" / ".q38" / "activations-1.safetensors").stat().st_size
+    assert 0 < kept - chains * 2 * 2**20 < 2**13  # the header
     assert result["blocks"][0]["host_peak"] > 2**28
     assert "of memory" in said[block]
     assert json.loads(json.dumps(result)) == result

@@ -59,11 +59,22 @@ def test_another_recipe_is_refused_by_name(
 def test_a_dry_run_writes_nothing_and_tells_the_bytes_that_come(
     tiny_source: Path, tiny_quantized: Path, fast: Recipe, tmp_path: Path
 ) -> None:
-    planned = quantize(tiny_source, tmp_path / "out", fast, dry_run=True)
+    planned = quantize(tiny_source, tmp_path / "out", fast, device="cpu", dry_run=True)
     assert list(tmp_path.iterdir()) == []
     out = Checkpoint.open(tiny_quantized)
     assert planned["bytes"] == out.nbytes
     assert planned["tensors"] == len(out.tensors)
+    cache = 8 * 64 * 4 * 256 * 4  # float32 on the CPU
+    assert planned["calibration"]["cache_bytes"] == cache
+    assert planned["calibration"]["scratch_bytes"] == 4 * cache
+    assert planned["calibration"]["host_bytes"] > 3 * cache + 3 * 2**30
+
+
+def test_a_dry_run_for_a_gpu_counts_half_the_bytes_a_value(
+    tiny_source: Path, fast: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    planned = quantize(tiny_source, tmp_path / "out", fast, dry_run=True)
     assert planned["calibration"]["cache_bytes"] == 8 * 64 * 4 * 256 * 2
 
 

@@ -7,12 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from q38.base.errors import InputError
 from q38.checkpoint.index import Checkpoint
 from q38.checkpoint.writer import write_safetensors
+from q38.measure.stored import Stored
+from q38.measure.structure import check_structure
 from q38.model.expected import quantized_tensors
 from q38.model.names import LAYERS, Group, classify
+from q38.quantize.driver import quantize
 from q38.quantize.plan import Plan, make_plan, natural_key
 from q38.recipe.schema import Recipe
 
@@ -56,6 +60,24 @@ def test_kept_mtp_experts_of_an_fp8_source_become_bf16(
     experts = [p for s in kept.shards for p in s.parts if classify(p.name) is Group.MTP_EXPERTS]
     assert experts
     assert {(p.kind, p.dtype) for p in experts} == {("dequantize", "BF16")}
+
+
+def test_kept_mtp_experts_of_a_bf16_source_become_one_matrix_each(
+    tiny_source: Path, tiny_ple: Path, vary: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    quantize(tiny_source, tmp_path / "out", vary(mtp="keep", experts={"method": "rtn"}))
+    source, out = Checkpoint.open(tiny_source), Checkpoint.open(tmp_path / "out")
+    gate_up, down = (
+        source.read(f"mtp.layers.0.mlp.experts.{name}") for name in ("gate_up_proj", "down_proj")
+    )
+    for e in (0, 5):
+        gate, up = gate_up[e].chunk(2)
+        for name, matrix in (("gate_proj", gate), ("up_proj", up), ("down_proj", down[e])):
+            assert torch.equal(out.read(f"mtp.layers.0.mlp.experts.{e}.{name}.weight"), matrix), name
+    checks = {
+        check.name: check for check in check_structure(Stored.open(tmp_path / "out"), ple=tiny_ple).checks
+    }
+    assert {name: check.faults for name, check in checks.items() if check.passed is False} == {}
 
 
 def test_names_sort_by_number() -> None:

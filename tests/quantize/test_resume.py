@@ -23,9 +23,9 @@ import os, signal, sys
 from q38.checkpoint import writer
 text, left = sys.argv.pop(1), int(sys.argv.pop(1))
 write, opened = writer.HashingFile.write, writer.HashingFile.__init__
-def init(self, raw):
+def init(self, raw, path):
     self.name = raw.name
-    opened(self, raw)
+    opened(self, raw, path)
 def counted(self, data):
     global left
     left -= text in self.name

@@ -227,7 +227,7 @@ def test_requant_int8_takes_what_can_be_packed_of_a_group(group: str, packed: st
             "schema": "q38.recipe/1",
             "name": "t",
             "source": {"synth": "tiny"},
-            "quantize": {"bits": {"experts": 2}},
+            "quantize": {"bits": {"experts": 2}, "allow_low": ["hyper_connection"]},
             "requant_int8": {"groups": [group]},
         }
     )
@@ -244,7 +244,7 @@ def test_a_requant_int8_group_that_cannot_be_packed_at_all_is_refused() -> None:
             "schema": "q38.recipe/1",
             "name": "t",
             "source": {"synth": "tiny"},
-            "quantize": {"bits": {"experts": 2}},
+            "quantize": {"bits": {"experts": 2}, "allow_low": ["gdn_gates"]},
             "requant_int8": {"groups": ["gdn_gates"]},
         }
     )

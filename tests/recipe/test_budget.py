@@ -15,7 +15,7 @@ from q38.checkpoint.index import read_json
 from q38.data import data_path
 from q38.model.names import Group
 from q38.recipe.bits import plan_bits
-from q38.recipe.budget import Sizes, machine_plan, make_plan, sizes
+from q38.recipe.budget import Sizes, machine_plan, read_cost, sizes
 from q38.recipe.schema import load_recipe
 
 CONFIG = data_path("assets", "models", "qwen3.8-flash-next.json")
@@ -91,14 +91,9 @@ def test_a_gpu_that_is_too_small_is_told_what_is_missing(cost: Sizes) -> None:
 
 def test_a_directory_stands_for_its_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(CONFIG.read_bytes())
-    plan, failure = make_plan(
-        tmp_path, "quality-24gb", gpu="23.4GiB", ram="30GiB", context=10_000, kv_format="fp8"
-    )
-    assert failure is None
-    assert plan.machine is not None
-    assert 0 < plan.machine.resident_per_layer < 512
+    assert read_cost(tmp_path, "quality-24gb") == read_cost(CONFIG, "quality-24gb")
 
 
-def test_a_size_that_is_none_names_its_option(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--gpu"):
-        make_plan(CONFIG, "quality-24gb", gpu="much", ram="30GiB", context=10_000, kv_format="fp8")
+def test_an_unknown_layout_names_its_option() -> None:
+    with pytest.raises(InputError, match="--source-layout"):
+        read_cost(CONFIG, "quality-24gb", source_layout="fp16")

@@ -64,6 +64,46 @@ def test_a_group_without_matrices_to_pack_cannot_be_lowered_at_all(group: Group)
         recipe(bits={"experts": 2, group: 8}, allow_low=[group])
 
 
+def requant(*groups: str, **quantize: Any) -> Any:
+    quantize = {"bits": {"experts": 2}, **quantize}
+    return parse_recipe(
+        {
+            "schema": "q38.recipe/1",
+            "name": "test",
+            "quantize": quantize,
+            "requant_int8": {"groups": list(groups)},
+        }
+    )
+
+
+@pytest.mark.parametrize("group", sorted(KEEP_HIGH & PACKABLE))
+def test_a_sensitive_group_is_repacked_only_by_name(group: Group) -> None:
+    with pytest.raises(InputError, match=rf"requant_int8\.groups: {group}: a sensitive group below 16 bit"):
+        requant(group)
+    assert requant(group, allow_low=[group]).requant_int8.groups == [group]
+
+
+@pytest.mark.parametrize("group", sorted(set(Group) - PACKABLE))
+def test_a_group_without_matrices_to_pack_cannot_be_repacked_at_all(group: Group) -> None:
+    with pytest.raises(InputError, match=rf"requant_int8\.groups: {group}: .* no packable matrices"):
+        requant(group, allow_low=[group])
+
+
+def test_a_group_that_is_quantized_or_dropped_is_not_repacked_in_silence() -> None:
+    with pytest.raises(InputError, match=r"attention: quantize\.bits lowers it to 4 bits already"):
+        requant("lm_head", "attention", bits={"experts": 2, "attention": 4})
+    with pytest.raises(InputError, match="mtp_experts: the recipe drops MTP"):
+        requant("mtp_experts")
+    assert requant("attention", bits={"experts": 2, "attention": 16}).requant_int8.groups == ["attention"]
+
+
+def test_the_default_repacks_what_is_not_quantized_already() -> None:
+    lowered = recipe(bits={"experts": 2, "attention": 4})
+    assert lowered.requant_int8.groups == ["gdn_out", "lm_head"]
+    assert parse_recipe(lowered.to_dict()) == lowered
+    assert recipe(bits={"experts": 2}).requant_int8.groups == ["gdn_out", "attention", "lm_head"]
+
+
 def test_an_override_reaches_the_plan_and_nothing_else() -> None:
     lowered = recipe(bits={"experts": 2, "indexer": 8, "ple": 8}, allow_low=["indexer", "ple"])
     before, after = plan_bits(CONFIG, recipe(bits={"experts": 2})), plan_bits(CONFIG, lowered)

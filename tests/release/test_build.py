@@ -236,6 +236,27 @@ def test_a_release_does_not_go_into_the_model_nor_beside_strangers(model: Path, 
         build(from_model(model), full)
 
 
+def test_a_manifest_that_names_a_file_outside_the_model_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    manifest = json.loads((model / "MANIFEST.json").read_text())
+    manifest["files"]["../precious"] = {"bytes": 1, "sha256": "h"}
+    (model / "MANIFEST.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match=r"names the file '\.\./precious' outside the directory"):
+        from_model(model)
+
+
+def test_fresh_does_not_remove_a_release_that_holds_an_input(
+    model: Path, sealed: Path, tmp_path: Path
+) -> None:
+    release = Path(shutil.copytree(sealed, tmp_path / "sealed"))
+    report = release / "records" / "speed.json"
+    report.parent.mkdir(exist_ok=True)
+    report.write_text('{"schema": "q38.bench/1"}')
+    with pytest.raises(InputError, match="would share a directory with an input"):
+        build(from_model(model, speed=report), release, fresh=True)
+    assert (release / "RELEASE.json").exists()
+
+
 def test_a_report_that_is_none_is_refused(model: Path, tmp_path: Path) -> None:
     report = tmp_path / "x.json"
     report.write_text(json.dumps(REPORT))

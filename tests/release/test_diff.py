@@ -17,6 +17,8 @@ from q38.checkpoint.index import Checkpoint
 from q38.checkpoint.packing import dequantize, unpack
 from q38.checkpoint.writer import write_safetensors
 from q38.measure.matrices import find_matrices
+from q38.quantize.driver import quantize
+from q38.recipe.schema import load_recipe
 from q38.release import tensors as module
 from q38.release.build import build
 from q38.release.collect import from_model
@@ -24,6 +26,7 @@ from q38.release.diff import diff
 from q38.release.tensors import Side, compare_matrix, compare_tensor
 from q38.release.varying import VARYING, same_but_for_fields, without
 from tests.measure.packed import edit_json, edit_tensor
+from tests.quantize.conftest import FAST
 from tests.release.test_check import flip
 
 EXPERT = "model.language_model.layers.1.mlp.experts.3.up_proj"
@@ -134,6 +137,21 @@ def test_declared_fields_are_let_pass_and_others_beside_them_are_not(sealed: Pat
     result = diff(sealed, release)
     assert not result["same"]
     assert "versions.torch" in result["files"][0]["keys"][0]
+
+
+def test_two_tuned_builds_of_one_recipe_differ_in_declared_fields_alone(
+    tiny_source: Path, tiny_ple: Path, tiny_quantized: Path, tmp_path: Path
+) -> None:
+    again = tmp_path / "again"
+    quantize(tiny_source, again, load_recipe(FAST), ple=tiny_ple)
+    assert {p.name for p in again.iterdir()} == {p.name for p in tiny_quantized.iterdir()}
+    for file in sorted(again.iterdir()):
+        pair = file.read_bytes(), (tiny_quantized / file.name).read_bytes()
+        assert same_but_for_fields(file.name, *pair), file.name
+    on_gpu = json.loads((again / "MANIFEST.json").read_text())
+    before = json.dumps(on_gpu).encode()
+    on_gpu["result"]["blocks"][0]["device_peak"] = 1
+    assert same_but_for_fields("MANIFEST.json", before, json.dumps(on_gpu).encode())
 
 
 def test_every_declared_field_is_one_that_some_file_has(sealed: Path) -> None:

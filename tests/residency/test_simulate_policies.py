@@ -15,7 +15,14 @@ from q38.base.errors import InputError
 from q38.checkpoint.writer import stream_safetensors
 from q38.cli.app import app, register_verbs
 from q38.residency.heat import HeatTracker, choose_swaps, hottest, hottest_overall
-from q38.residency.simulate import POLICIES, Outcome, Settings, simulate, simulate_file
+from q38.residency.simulate import (
+    POLICIES,
+    Outcome,
+    Settings,
+    read_model_trace,
+    simulate,
+    simulate_and_plot,
+)
 from q38.residency.synthetic import PUBLISHED_RECALL, PUBLISHED_SKEW, synthetic_trace
 from q38.residency.trace import Trace, read_trace, write_trace
 from q38.synth.config import tiny_config
@@ -204,7 +211,7 @@ def test_a_trace_of_another_model_is_refused(tmp_path: Path, tiny_config_file: P
     file = tmp_path / "t.safetensors"
     write_trace(file, synthetic_trace(8, layers=2, experts=16, top_k=4))
     with pytest.raises(InputError, match="2 layers of 16 experts, the model has 4 of 16"):
-        simulate_file(file, tiny_config_file, Settings(4, ROW))
+        read_model_trace(file, tiny_config_file)
 
 
 def test_a_trace_file_is_replayed_against_every_policy_and_plotted(
@@ -212,7 +219,8 @@ def test_a_trace_file_is_replayed_against_every_policy_and_plotted(
 ) -> None:
     file, figure = tmp_path / "t.safetensors", tmp_path / "policies.svg"
     write_trace(file, synthetic_trace(40, layers=4, experts=16, top_k=4))
-    found = simulate_file(file, tiny_config_file.parent, Settings(6, ROW), figure=figure)
+    trace = read_model_trace(file, tiny_config_file.parent)
+    found = simulate_and_plot(trace, Settings(6, ROW), figure=figure)
     assert [o.policy for o in found] == list(POLICIES) and {o.resident for o in found} == {6}
     text = figure.read_text()
     assert "<svg" in text and len(text) > 5000

@@ -10,19 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from q38.base.errors import ResourceError
+from q38.base.errors import InputError, ResourceError
 from q38.checkpoint.index import Checkpoint
 from q38.data import data_path
 from q38.kvcache.layout import KvLayout
 from q38.model.kv import kv_bytes_per_token
+from q38.model.names import Group
 from q38.model.shape import ModelShape
-from q38.recipe.budget import GroupCost, MachinePlan, Reserve, Sizes, machine_plan
+from q38.recipe.budget import Sizes, machine_plan
 from q38.serving import sglang_plan
 from q38.serving.engines import ServeOptions
 from q38.serving.kv_choice import BY_ERROR, choose_kv
 from q38.serving.machine import Gpu
 from q38.serving.sglang_engine import launch
-from q38.serving.sglang_plan import ServePlan
+from q38.serving.sglang_plan import ServePlan, Weights, plan_for
 from q38.serving.sglang_settings import KV_FORMATS, Resolved, SglangSettings
 from q38.sglang_ext.options import ExtensionOptions
 
@@ -65,6 +66,28 @@ def test_quantized_formats_are_bf16_to_sglang_and_stored_by_the_extension(
     assert figures["kv_headroom"] == figures["device"]["prefill working set"]
 
 
+@pytest.mark.parametrize(("capability", "refused"), [("8.6", True), ("8.9", False), ("12.0", False)])
+def test_fp8_is_refused_where_no_kernel_reads_it(
+    tiny_packed: Path, tiny_ple: Path, monkeypatch: pytest.MonkeyPatch, capability: str, refused: bool
+) -> None:
+    card = Gpu("card", capability, 24 * GIB, 23 * GIB, "gen 5 x16", "1")
+    monkeypatch.setattr(sglang_plan, "probe_gpus", lambda: (card,))
+    monkeypatch.setattr(sglang_plan, "available_memory", lambda: 30 * GIB)
+    if refused:
+        with pytest.raises(InputError, match=r"--kv: fp8 needs compute capability 8\.9, card has 8\.6"):
+            started(tiny_packed, tiny_ple, context=1024, kv="fp8")
+    else:
+        started(tiny_packed, tiny_ple, context=1024, kv="fp8")
+    started(tiny_packed, tiny_ple, context=1024, kv="int8")
+
+
+def test_more_requests_than_the_buffers_hold_are_refused_at_the_start(
+    tiny_packed: Path, tiny_ple: Path
+) -> None:
+    with pytest.raises(InputError, match="--requests: 65 requests at a time"):
+        started(tiny_packed, tiny_ple, device="cpu", context=256, requests=65)
+
+
 @pytest.mark.parametrize("name", list(KV_FORMATS))
 def test_on_a_cpu_the_extension_stores_fp8_too(tiny_packed: Path, tiny_ple: Path, name: str) -> None:
     command, extension, _, _ = started(tiny_packed, tiny_ple, device="cpu", context=256, kv=name, kv_ring=64)
@@ -91,7 +114,6 @@ def test_prefixes_get_state_slots_beyond_those_of_running_requests(tiny_packed: 
     assert "--max-mamba-cache-size" not in without
 
 
-@pytest.mark.usefixtures("gpu")
 def test_memory_that_the_cache_takes_later_is_the_experts_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """The release's shapes on a 24 GB card, through the real plan."""
     rows, row_bytes = 24_576, 1_305_600
@@ -108,10 +130,8 @@ def test_memory_that_the_cache_takes_later_is_the_experts_until_then(monkeypatch
     )
     assert machine.gpu["KV cache"] == 262_144 * 7_308 + 262_144 * 768
     monkeypatch.setattr(sglang_plan, "_on_gpu", lambda *_: machine)
-    monkeypatch.setattr(sglang_plan, "_row_bytes", lambda *_: row_bytes)
-
-    nothing = Checkpoint(Path(), CONFIG, {}, {})
-    plan = sglang_plan.make_plan(nothing, SglangSettings(), resolved, None)
+    weights = Weights(CONFIG, {}, row_bytes)
+    plan = plan_for(weights, SglangSettings(), resolved, gpu=machine.gpu_total, ram=machine.ram_total)
     assert plan.device_rows - plan.fewest_device_rows == later // row_bytes
     assert plan.rows == rows
     assert (
@@ -153,28 +173,23 @@ def test_auto_takes_the_most_exact_format_that_leaves_the_experts_alone(
     assert (resolved.kv, plan.kv) == (picked, picked)
 
 
-@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("context", "picked"), [(262_144, "int8ring_int4"), (131_072, "int8ring_int4"), (32_768, "bf16")]
 )
-def test_auto_on_a_24_gb_card(monkeypatch: pytest.MonkeyPatch, context: int, picked: str) -> None:
+def test_auto_on_a_24_gb_card(context: int, picked: str) -> None:
     """The release's shapes, 6 GiB of them dense, through the real plan."""
-    row_bytes, experts = 1_305_600, GroupCost("experts", 0, 0, 24_576 * 1_305_600, {})
-    sizes = Sizes([experts], 0, 0, 0, 6 * GIB + experts.bytes, 0, 0, 0.0, 0.0, row_bytes)
-
-    def on_gpu(*arguments: Any) -> MachinePlan:
-        resolved: Resolved = arguments[3]
-        return machine_plan(
-            CONFIG, sizes, gpu_total=int(23.9 * GIB), ram_total=28 * GIB, context=resolved.context,
-            kv_format=resolved.kv, states=resolved.states, reserve=Reserve(host_system=0),
-        )  # fmt: skip
-
-    nothing = Checkpoint(Path(), CONFIG, {}, {})
-    monkeypatch.setattr(sglang_plan, "_on_gpu", on_gpu)
-    monkeypatch.setattr(sglang_plan, "_row_bytes", lambda *_: row_bytes)
+    row_bytes = 1_305_600
+    groups = {Group.EXPERTS: 24_576 * row_bytes, Group.ATTENTION: 6 * GIB}
     asked = Resolved("cuda", context, 1, 2048, "auto", prefix_cache=True)
     resolved, plan = choose_kv(
-        asked, lambda chosen: sglang_plan.make_plan(nothing, SglangSettings(), chosen, None)
+        asked,
+        lambda chosen: plan_for(
+            Weights(CONFIG, groups, row_bytes),
+            SglangSettings(),
+            chosen,
+            gpu=int(23.9 * GIB),
+            ram=28 * GIB,
+        ),
     )
     assert (resolved.kv, plan.kv) == (picked, picked)
 

@@ -173,8 +173,26 @@ def test_auto_takes_the_first_engine_that_can_run(monkeypatch: pytest.MonkeyPatc
         engines, "ENGINES", {"a": engine("a", Lack("x", "get x")), "b": engine("b"), "c": engine("c")}
     )
     assert choose_engine().name == "b"
+    assert choose_engine().passed_over == "engine a cannot run here: x"
+    assert choose_engine("b").passed_over == ""
     monkeypatch.setattr(engines, "ENGINES", {"a": engine("a", Lack("x", "get x"))})
     assert "get x" in refused(ResourceError, choose_engine).lower()
+
+
+def test_an_option_of_sglang_alone_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_engine, "lacking", lambda extra: [Need("sglang", "==9", extra, None)])
+    text = refused(ResourceError, choose_engine, given=["--gpu-memory"])
+    assert text.startswith("--gpu-memory: needs engine sglang, which cannot run here: ")
+    assert "sglang" in text and 'pip install "q38[sglang]"' in text
+    monkeypatch.setattr(sglang_engine, "lacks_on_cpu", lambda: [])
+    assert choose_engine(on_cpu=True).name == "sglang"
+
+
+def test_a_model_that_is_too_large_is_told_why_no_other_engine_was_taken() -> None:
+    text = refused(
+        ResourceError, check_memory, 2**60, where="m", passed_over="engine sglang cannot run here: no nvcc"
+    )
+    assert "short; engine sglang cannot run here: no nvcc" in text
 
 
 @pytest.mark.parametrize("name", engines.ENGINES)

@@ -181,7 +181,8 @@ def test_on_a_gpu_decode_keeps_its_graphs_and_the_plan_says_what_lies_where(
     assert value(command, "--cuda-graph-backend-prefill") == "disabled"
     assert value(command, "--kv-cache-dtype") == "bfloat16"
     assert "SGLANG_PLATFORM" not in environment
-    assert [line.split(":")[0] for line in plan] == ["GPU", "host", "disk", "KV cache", "expert rows"]
+    told = ["GPU", "host", "disk", "KV cache", "expert rows", "routing profile"]
+    assert [line.split(":")[0] for line in plan] == told
 
 
 @pytest.mark.usefixtures("gpu")

@@ -99,7 +99,7 @@ def test_every_group_of_the_published_policy_can_be_packed_in_groups_of_128() ->
         {
             "schema": "q38.recipe/1",
             "name": "t",
-            "quantize": {"bits": bits},
+            "quantize": {"bits": bits, "allow_low": ["indexer"]},
             "requant_int8": {"groups": groups},
         }
     )

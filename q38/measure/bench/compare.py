@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from q38.base.errors import InputError
+from q38.base.files import has_schema, holds
 from q38.measure.bench.plan import Cell, cell_name
 from q38.measure.ratios import LogRatio, independent, paired, pooled
 
@@ -186,6 +187,22 @@ def read_result(file: Path) -> dict[str, Any]:
     if not document.get("complete"):
         raise InputError("is of a run that did not end", where=file, remedy="measure it again")
     return document
+
+
+def refuse_finished(file: Path, *, fresh: bool) -> None:
+    """Refuse to write a result over a finished one, which a later comparison may need; one that did not end is replaced.
+
+    Args:
+        fresh: replace a finished one too.
+
+    Raises:
+        InputError: as said, or the file holds something else.
+    """
+    there = holds(file, "result of q38 bench serve", has_schema(SCHEMA))
+    if there and not fresh and json.loads(file.read_text(encoding="utf-8")).get("complete"):
+        raise InputError(
+            "holds a finished result", where=file, remedy="choose another file, or replace it with --fresh"
+        )
 
 
 def _about(old: Mapping[str, Any], changed: list[str]) -> dict[str, Any]:

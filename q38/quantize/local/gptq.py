@@ -11,6 +11,14 @@ import torch
 from q38.quantize.local.grid import limits
 
 
+class Indefinite(Exception):
+    """Hessians that have no Cholesky factor. `which`: their indices in the batch."""
+
+    def __init__(self, which: list[int]) -> None:
+        super().__init__(f"no Cholesky factor of {which}")
+        self.which = which
+
+
 def hessian(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """H float32 [K, K] of inputs x [n, K] with route weights [n]."""
     rows = x.float() * weight.unsqueeze(-1)
@@ -30,6 +38,9 @@ def gptq(
 
     Returns:
         int8 [E, N, K].
+
+    Raises:
+        Indefinite: `damp` is too small for these inputs, or one of them is infinite or not a number.
     """
     low, high = limits(bits)
     work = weight.float().clone()
@@ -37,8 +48,8 @@ def gptq(
     diagonal = hessians.diagonal(dim1=-2, dim2=-1)
     # An expert that saw only zeros has no Hessian: plain rounding then.
     diagonal += damp * diagonal.mean(-1, keepdim=True) + 1e-8
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessians))
-    factor = torch.linalg.cholesky(inverse, upper=True)  # [E, K, K]
+    inverse = torch.cholesky_inverse(_factor(hessians))
+    factor = _factor(inverse, upper=True)  # [E, K, K]
     del inverse
     levels = torch.empty(work.shape, dtype=torch.int8, device=work.device)
     for start in range(0, k, group):
@@ -57,3 +68,12 @@ def gptq(
         if stop < k:
             work[..., stop:] -= torch.bmm(errors, factor[:, start:stop, stop:])
     return levels
+
+
+def _factor(matrices: torch.Tensor, *, upper: bool = False) -> torch.Tensor:
+    """Cholesky factors of [E, K, K]."""
+    factor: torch.Tensor
+    factor, info = torch.linalg.cholesky_ex(matrices, upper=upper)
+    if bool(info.any()):
+        raise Indefinite(info.nonzero().flatten().tolist())
+    return factor

@@ -27,8 +27,7 @@ from q38.quantize.local.walk import Walk
 from q38.quantize.method import Work
 from q38.quantize.shards import write_shard
 from q38.quantize.torch_state import compute_dtype, fixed_torch
-
-_CACHES = 3  # one chain of activations, the new file written before the old one goes, and a block's experts
+from q38.recipe.samples import cache_bytes
 
 
 class LocalTuning(Calibrated):
@@ -57,13 +56,10 @@ class LocalTuning(Calibrated):
         names = [f"cuda:{n}" for n in self.device.split(",")] if self.device != "cpu" else ["cpu"]
         self._devices = [torch.device(name) for name in names]
 
-    def scratch_bytes(self) -> int:
-        return _CACHES * self.work.plan.calibration_bytes
-
     def run(self, job: Job, last: int) -> None:
         work, blocks = self.work, self.work.plan.blocks
-        done = next((i for i, shard in enumerate(blocks) if shard.unit not in job.done), len(blocks))
-        if done > last:
+        done = self.begin(job, last)
+        if done is None:
             return
         ids = self.tokens(job)
         with (
@@ -71,10 +67,12 @@ class LocalTuning(Calibrated):
             environment.exported({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),  # deterministic products on CUDA
             fixed_torch(self.threads),
             work.progress.task(
-                "quantize: experts", (last + 1) * work.plan.shape.num_experts, "experts"
+                "quantize: experts",
+                (last + 1) * work.plan.shape.num_experts,
+                "experts",
+                done * work.plan.shape.num_experts,
             ) as task,
         ):
-            task.advance(done * work.plan.shape.num_experts)
             walk = Walk(
                 work.source.path, work.plan, self.ple, ids,
                 dtype=compute_dtype(self.device), device=self._devices[0],
@@ -150,8 +148,8 @@ class LocalTuning(Calibrated):
             )
             free = min(free_bytes(device) for device in self._devices)
             cuda = self._devices[0].type == "cuda"
-            if not cuda:  # what enters a block and what leaves it, in float32, lie in the same memory
-                free -= 2 * 2 * self.work.plan.calibration_bytes
+            if not cuda:  # what enters a block and what leaves it lie in the same memory
+                free -= 2 * cache_bytes(self.work.recipe, shape, len(ids), self.item)
             count = experts_at_once(sizes, self._settings, free, cuda=cuda, devices=len(self._devices))
             job.commit(unit, result={"experts": count, "free_bytes": free})
             self.work.progress.say(f"{count} experts at once in {format_bytes(free)} of free memory")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
+from q38.base.errors import InputError
 from q38.quantize.local import grid, moe
-from q38.quantize.local.gptq import gptq, hessian
+from q38.quantize.local.gptq import Indefinite, gptq, hessian
 from q38.quantize.local.gsq import Gsq
 from q38.quantize.local.settings import EVALUATIONS, HELD_OUT, Settings
 from q38.quantize.local.signround import SignRound
@@ -126,6 +129,8 @@ class _Data:
     judged_square: torch.Tensor
     seeds: list[int]
     spans: list[tuple[int, int]]
+    block: int
+    experts: list[int]
 
     @classmethod
     def make(
@@ -156,7 +161,7 @@ class _Data:
         square, judged = torch.cat(squares), judged.to(device)
         return cls(
             routed.hidden, torch.cat(tokens), square, torch.cat(targets), torch.stack(train).int().to(device),
-            judged, square[judged] * real, seeds, spans,
+            judged, square[judged] * real, seeds, spans, block, experts,
         )  # fmt: skip
 
     def rows(self, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -225,16 +230,42 @@ def _rounders(weights: Weights, data: _Data, settings: Settings) -> list[Rounder
     for start in range(0, len(experts), _GPTQ_AT_ONCE):
         part = experts[start : start + _GPTQ_AT_ONCE]
         own = slice(part.start, part.stop)
-        first = torch.stack([hessian(*data.trained_on(e)) for e in part])
-        levels[0][own] = gptq(weights.gate_up[own], first, scales[0][own], bits=bits, damp=settings.damp)
-        del first
-        # The second matrix sees what the quantized first one makes of the tokens.
-        second = torch.stack([_inner_hessian(data, e, levels[0][e], scales[0][e]) for e in part])
-        levels[1][own] = gptq(weights.down[own], second, scales[1][own], bits=bits, damp=settings.damp)
+        with _named(data, part):
+            first = torch.stack([hessian(*data.trained_on(e)) for e in part])
+            levels[0][own] = gptq(weights.gate_up[own], first, scales[0][own], bits=bits, damp=settings.damp)
+            del first
+            # The second matrix sees what the quantized first one makes of the tokens.
+            second = torch.stack([_inner_hessian(data, e, levels[0][e], scales[0][e]) for e in part])
+            levels[1][own] = gptq(weights.down[own], second, scales[1][own], bits=bits, damp=settings.damp)
     return [
         Gsq(lv, s, [seed ^ salt for seed in data.seeds], bits=bits, steps=steps, dtype=data.hidden.dtype)
         for salt, (lv, s) in enumerate(zip(levels, scales, strict=True))
     ]
+
+
+@contextmanager
+def _named(data: _Data, part: range) -> Iterator[None]:
+    """A failure of GPTQ with the block and the expert.
+
+    Raises:
+        InputError: see `gptq`.
+    """
+    try:
+        yield
+    except Indefinite as error:
+        i = part[error.which[0]]
+        where = f"block {data.block}, expert {data.experts[i]}"
+        if not bool(torch.isfinite(data.trained_on(i)[0]).all()):
+            raise InputError(
+                "its inputs hold a value that is infinite or not a number",
+                where=where,
+                remedy="run q38 inspect --deep on the source",
+            ) from None
+        raise InputError(
+            "the Hessian of its inputs is singular for GPTQ",
+            where=where,
+            remedy="raise quantize.experts.damp and start over with --fresh",
+        ) from None
 
 
 def _inner_hessian(data: _Data, expert: int, levels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from q38.base.errors import InputError
 from q38.quantize.local import tune
 from q38.quantize.local.tokens import Routed
 from q38.quantize.local.tune import Weights, searched, tuned
@@ -29,6 +30,22 @@ def test_a_searched_scale_is_better_than_a_plain_one(block: Block) -> None:
     results = searched(block.weights, block.routed, ALL, settings())
     assert block.error(results) < 0.8 * block.error(plain(block.weights))
     assert results[0].before is results[0].after is results[0].best is None
+
+
+def test_a_damp_too_small_for_the_tokens_is_refused_with_the_expert(
+    make_block: Callable[..., Block],
+) -> None:
+    few = make_block(tokens=60)  # fewer than inputs, so the Hessian alone is singular
+    choice = settings(method="expert-local-gsq", steps=20, damp=1e-12)
+    with pytest.raises(InputError, match=r"block 7, expert \d: .* singular .* quantize\.experts\.damp"):
+        tuned(few.weights, few.routed, ALL, 7, choice)
+
+
+def test_inputs_that_are_no_numbers_are_not_blamed_on_the_damp(make_block: Callable[..., Block]) -> None:
+    bad = make_block(tokens=60)
+    bad.routed.hidden[:, 5] = float("nan")
+    with pytest.raises(InputError, match=r"block 7, expert \d: its inputs hold .* q38 inspect --deep"):
+        tuned(bad.weights, bad.routed, ALL, 7, settings(method="expert-local-gsq", steps=20))
 
 
 @pytest.mark.parametrize("choice", [settings(), GSQ])

@@ -29,6 +29,12 @@ def recipe(**requant: Any) -> Recipe:
     return parse_recipe({**BASE, "requant_int8": requant})
 
 
+def recipe_with_indexer() -> Recipe:
+    """Re-packs the indexer too, which is a sensitive group."""
+    quantize = {**BASE["quantize"], "allow_low": [Group.INDEXER]}
+    return parse_recipe({**BASE, "quantize": quantize, "requant_int8": {"groups": ["gdn_out", "indexer"]}})
+
+
 def digests(directory: Path) -> dict[str, str]:
     """File name -> sha256; the manifest, which holds a date, left out."""
     return {

@@ -15,9 +15,10 @@ from q38.checkpoint.job import MANIFEST
 from q38.checkpoint.packing import dequantize
 from q38.model.names import Group, classify
 from q38.quantize import requant_int8 as module
+from q38.quantize import requant_scratch as scratch
 from q38.quantize.requant_int8 import requant_int8
 from q38.recipe.bits import check_resolution, plan_bits
-from tests.quantize.requant.common import ATTENTION, TARGETS, digests, recipe
+from tests.quantize.requant.common import ATTENTION, TARGETS, digests, recipe, recipe_with_indexer
 
 
 def test_each_matrix_is_what_numpy_makes_of_the_source(
@@ -144,8 +145,9 @@ def test_the_number_of_threads_and_the_chunks_do_not_change_a_byte(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_SLICE", 2**12)
-    monkeypatch.setattr(module, "_COPY", 1000)
+    monkeypatch.setattr(scratch, "_SLICE", 2**12)
+    for place in (scratch, module):
+        monkeypatch.setattr(place, "COPY", 1000)
     one = requant_int8(model, tmp_path / "one", source=tiny_source, recipe=recipe(), threads=1)
     many = requant_int8(model, tmp_path / "many", source=tiny_source, recipe=recipe(), threads=7)
     assert digests(tmp_path / "one") == digests(tmp_path / "many") == digests(result[0])
@@ -159,7 +161,7 @@ def test_a_matrix_is_written_in_several_chunks_of_rows(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_CHUNK", 256 * 100)  # lm_head in 21 chunks, the last of 48 rows
+    monkeypatch.setattr(scratch, "_CHUNK", 256 * 100)  # lm_head in 21 chunks, the last of 48 rows
     requant_int8(model, tmp_path / "out", source=tiny_source, recipe=recipe())
     assert digests(tmp_path / "out") == digests(result[0])
 
@@ -181,7 +183,5 @@ def test_the_clip_search_of_the_recipe_is_used(
 
 
 def test_other_groups_can_be_selected(model: Path, tiny_source: Path, tmp_path: Path) -> None:
-    found = requant_int8(
-        model, tmp_path / "out", source=tiny_source, recipe=recipe(groups=["gdn_out", "indexer"])
-    )
+    found = requant_int8(model, tmp_path / "out", source=tiny_source, recipe=recipe_with_indexer())
     assert {classify(row["module"]) for row in found["matrices"]} == {Group.GDN_OUT, Group.INDEXER}

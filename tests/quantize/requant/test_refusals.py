@@ -107,11 +107,16 @@ def test_a_read_only_target_is_refused(model: Path, tiny_source: Path, tmp_path:
         requant_int8(model, disk / "out", source=tiny_source, recipe=recipe())
 
 
-def test_the_models_own_directory_is_refused_as_output(model: Path, tiny_source: Path) -> None:
-    before = digests(model)
-    with pytest.raises(InputError, match="was written by q38 quantize"):
-        requant_int8(model, model, source=tiny_source, recipe=recipe())
-    assert digests(model) == before
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("name", ["model", "source"])
+def test_an_input_is_refused_as_output_and_untouched(
+    model: Path, tiny_source: Path, tmp_path: Path, name: str, fresh: bool
+) -> None:
+    inputs = {"model": clone(model, tmp_path / "model"), "source": clone(tiny_source, tmp_path / "source")}
+    before = digests(tmp_path)
+    with pytest.raises(InputError, match="would share a directory with an input"):
+        requant_int8(inputs["model"], inputs[name], source=inputs["source"], recipe=recipe(), fresh=fresh)
+    assert digests(tmp_path) == before
 
 
 def test_a_weight_that_is_not_a_number_is_refused(model: Path, tiny_source: Path, tmp_path: Path) -> None:

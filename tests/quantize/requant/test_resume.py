@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from q38.base.errors import InputError, ResourceError
+from q38.base.progress import SILENT
 from q38.checkpoint.index import Checkpoint
 from q38.checkpoint.job import MANIFEST
 from q38.quantize import requant_int8 as module
@@ -98,9 +99,52 @@ def test_a_resumed_run_rounds_no_matrix_twice(
         patch.setattr(module, "_write_shards", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             requant_int8(model, tmp_path / "out", source=tiny_source, recipe=recipe())
-    monkeypatch.setattr(module, "_round_matrix", lambda *_, **__: pytest.fail("rounded a second time"))
+    monkeypatch.setattr(module, "round_matrix", lambda *_, **__: pytest.fail("rounded a second time"))
     requant_int8(model, tmp_path / "out", source=tiny_source, recipe=recipe())
     assert digests(tmp_path / "out") == digests(result[0])
+
+
+def test_a_shard_that_was_lost_after_its_scratch_went_is_made_again(
+    result: tuple[Path, dict[str, Any]],
+    model: Path,
+    tiny_source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write_metadata", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            requant_int8(model, out, source=tiny_source, recipe=recipe())
+    (out / Checkpoint.open(model).info("lm_head.weight").file.name).unlink()
+    rounded: list[str] = []
+    real = module.round_matrix
+    monkeypatch.setattr(
+        module, "round_matrix", lambda job, m, **rest: rounded.append(m.module) or real(job, m, **rest)
+    )
+    requant_int8(model, out, source=tiny_source, recipe=recipe())
+    assert rounded == ["lm_head"]
+    assert digests(out) == digests(result[0])
+
+
+def test_a_resumed_run_says_what_an_earlier_process_did(
+    model: Path, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write_metadata", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            requant_int8(model, tmp_path / "out", source=tiny_source, recipe=recipe())
+    seen: list[tuple[float | None, float]] = []
+
+    class Watched:
+        def task(self, label: str, total: float | None, unit: str = "B", done: float = 0) -> Any:
+            seen.append((total, done))
+            return SILENT.task(label, total, unit, done)
+
+        def say(self, text: str) -> None: ...
+
+    requant_int8(model, tmp_path / "out", source=tiny_source, recipe=recipe(), progress=Watched())
+    assert len(seen) == 2 and all(total == done for total, done in seen)
 
 
 @pytest.fixture
