@@ -38,6 +38,7 @@ from q38.checkpoint.writer import FileRecord, write_json, writing
 
 MANIFEST = "MANIFEST.json"
 SCHEMA = "q38.manifest/1"
+_ABSENT = "not recorded"  # in the place of a value that the earlier of two has not
 STATE = ".q38"
 PACKAGES = ("torch", "transformers", "auto-round", "safetensors", "tokenizers", "sglang", "triton")
 
@@ -200,6 +201,12 @@ class Job:
         self._compare_step(earlier)
         if difference := first_difference(earlier.get("identity"), self.identity):
             key, before, now = difference
+            if before is _ABSENT:
+                raise InputError(
+                    f"was begun by another version of q38, which did not record {key}",
+                    where=self.out,
+                    remedy="start over with --fresh (in a run: --fresh-from the step), or choose another output directory",
+                )
             raise InputError(
                 f"was begun with another {key} ({before}, now {now})",
                 where=self.out,
@@ -291,12 +298,13 @@ def first_difference(before: Any, now: Any, path: str = "") -> tuple[str, str, s
     """Dotted key and both values of the first place where two JSON values differ; None if equal."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in sorted(before.keys() | now.keys()):
-            if found := first_difference(before.get(key), now.get(key), f"{path}.{key}" if path else key):
+            old = before.get(key, _ABSENT if now.get(key) is not None else None)
+            if found := first_difference(old, now.get(key), f"{path}.{key}" if path else key):
                 return found
         return None
     if before == now:
         return None
-    return path or "identity", _short(before), _short(now)
+    return path or "identity", _ABSENT if before is _ABSENT else _short(before), _short(now)
 
 
 def _short(value: Any) -> str:

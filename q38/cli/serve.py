@@ -125,8 +125,8 @@ def start(
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="sglang: routing profile from q38 build-placement; default: placement.safetensors in MODEL/q38, then beside "
-            "MODEL, else all experts alike.",
+            help="sglang: routing profile from q38 build-placement, or none; default: placement.safetensors in MODEL/q38, then "
+            "beside MODEL, else all experts alike.",
             show_default=False,
         ),
     ] = None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from q38.base.errors import Q38Error, ResourceError
+from q38.base.errors import InputError, ResourceError
 from q38.base.memory import available_memory
 from q38.base.units import parse_bytes
 from q38.checkpoint.index import read_json
@@ -23,7 +23,7 @@ from q38.recipe.budget import Sizes, sizes
 from q38.recipe.samples import ITEM_GPU, with_samples
 from q38.recipe.schema import Recipe
 from q38.serving.engines import choose_engine
-from q38.serving.kv_choice import choose_kv
+from q38.serving.kv_choice import choose_kv, refuse_unreadable
 from q38.serving.machine import has_cuda_gpu, probe_gpus
 from q38.serving.preflight import check_memory
 from q38.serving.requirements import lacking
@@ -52,14 +52,14 @@ def require_machine(setup: Setup, todo: Collection[str]) -> None:
     """Refuse a run that could not come to its end here.
 
     Raises:
-        ResourceError: names every step of `todo` that lacks something, what, and the remedies.
+        ResourceError: names every step of `todo` that lacks something, what, and the remedy of each.
+        InputError: a value of the recipe that no machine can serve.
     """
     lacks = find_lacks(setup, todo)
     if lacks:
         raise ResourceError(
-            f"this machine cannot do every step: {'; '.join(f'{lack.step}: {lack.what}' for lack in lacks)}",
+            f"this machine cannot do every step: {'; '.join(f'{lack.step}: {lack.what} ({lack.remedy})' for lack in lacks)}",
             where=f"recipe {setup.recipe.name}",
-            remedy="; ".join(dict.fromkeys(lack.remedy for lack in lacks)),
         )
 
 
@@ -72,7 +72,7 @@ def find_lacks(setup: Setup, todo: Collection[str]) -> list[Lack]:
     for step, check in _checks(setup, todo):
         try:
             check()
-        except Q38Error as error:
+        except ResourceError as error:
             lacks.append(Lack(step, error.what, error.remedy or ""))
     return lacks
 
@@ -138,9 +138,11 @@ def _in_float32(cost: Sizes) -> int:
 def _servable(recipe: Recipe, values: Mapping[str, Any] | None, cost: Sizes | None) -> None:
     """Whether the recipe's engine runs here, and has the memory that the model takes at the least."""
     on_cpu = recipe.serve.device == "cpu"
-    own = ("context", "kv", "gpu_memory", "ram")  # keys that only sglang has an option for
-    given = [f"serve.{key}" for key in own if getattr(recipe.serve, key) is not None]
-    engine = choose_engine(recipe.serve.engine, given=given, on_cpu=on_cpu)
+    try:
+        engine = choose_engine(recipe.serve.engine, on_cpu=on_cpu)
+    except ResourceError as error:
+        remedy = "see q38 doctor, use a machine with a CUDA GPU, or set serve.device to cpu in the recipe for a tiny model"
+        raise ResourceError(error.what, where="serve", remedy=remedy) from None
     width = recipe.quantize.bits.get(Group.EXPERTS, 16)
     if engine.name == "sglang" and width != 2:
         raise ResourceError(
@@ -150,14 +152,19 @@ def _servable(recipe: Recipe, values: Mapping[str, Any] | None, cost: Sizes | No
     if values is None or cost is None:
         return
     if engine.name == "transformers":
-        check_memory(_stored(cost), where="serve")
+        try:
+            check_memory(_stored(cost), where="serve")
+        except ResourceError as error:
+            remedy = "set serve.engine to sglang in the recipe, on a machine with a CUDA GPU, or use one with more memory"
+            raise ResourceError(error.what, where="serve", remedy=remedy) from None
     elif not on_cpu:
         _fits_gpu(recipe, values, cost)
 
 
 def _fits_gpu(recipe: Recipe, values: Mapping[str, Any], cost: Sizes) -> None:
     """Whether `q38 serve` finds a plan for this machine."""
-    serve, free = recipe.serve, probe_gpus()[0].memory_free
+    serve, card = recipe.serve, probe_gpus()[0]
+    free = card.memory_free
     gpu, ram = (
         there if given is None else min(parse_bytes(given), there)
         for given, there in ((serve.gpu_memory, free), (serve.ram, available_memory()))
@@ -165,10 +172,15 @@ def _fits_gpu(recipe: Recipe, values: Mapping[str, Any], cost: Sizes) -> None:
     settings = SglangSettings(context=serve.context, kv=serve.kv)
     weights = Weights(values, {Group(group.group): group.bytes for group in cost.groups}, cost.row_bytes)
     try:
+        resolved = resolve(settings, values, where="config.json")
+        refuse_unreadable(resolved.kv, card)
         choose_kv(
-            resolve(settings, values, where="config.json"),
+            resolved,
             lambda chosen: plan_for(weights, settings, chosen, gpu=gpu, ram=ram),
         )
     except ResourceError as error:
         remedy = "lower serve.context in the recipe, or free memory on the GPU and the host"
         raise ResourceError(error.what, where=error.where, remedy=remedy) from None
+    except InputError as error:
+        key = f"serve.{(error.where or '').removeprefix('--')}"
+        raise InputError(error.what, where=f"recipe {recipe.name}: {key}", remedy=error.remedy) from None

@@ -50,10 +50,12 @@ def run(
     from q38.pipeline.report import write_report
 
     setup = prepare(recipe, workdir, source)
-    known = RunState.load(setup.work)
-    first = _first_dropped(setup, known, fresh=fresh, fresh_from=fresh_from) if known else None
-    require_machine(setup, [name for name, state in _step_states(setup, known, first) if state != "done"])
+    if not setup.work.root.exists():  # nothing is left behind by a machine that does not suffice
+        require_machine(setup, setup.step_names)
     with lock(setup.work):
+        known = RunState.load(setup.work)
+        first = _first_dropped(setup, known, fresh=fresh, fresh_from=fresh_from) if known else None
+        require_machine(setup, [name for name, state in _step_states(setup, known, first) if state != "done"])
         state = _open_state(setup, known, fresh=fresh, fresh_from=fresh_from)
         runner = Runner(setup, state, progress)
         memory = MemorySampler(os.getpid())

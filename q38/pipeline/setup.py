@@ -59,4 +59,16 @@ def prepare(recipe: str | Path, workdir: Path, source: Path | None = None) -> Se
             "no such directory", where=source, remedy="give the directory of the source checkpoint"
         )
     work = Workdir(workdir)
+    if source is not None:
+        _refuse_output(source, work)
     return Setup(parsed, source, work, plan_steps(parsed, source, work))
+
+
+def _refuse_output(source: Path, work: Workdir) -> None:
+    """A source that lies where a step writes would be removed with that step's output."""
+    place = source.resolve()
+    for output in work.outputs():
+        if place.is_relative_to(output.resolve()):
+            raise InputError(
+                f"lies where this run writes ({output})", where=source, remedy="choose another --workdir"
+            )

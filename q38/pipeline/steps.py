@@ -8,6 +8,7 @@ from pathlib import Path
 
 from q38.recipe.schema import Recipe
 from q38.residency.find import PROFILE
+from q38.serving.profile_choice import NONE
 
 SERVE = "serve"
 MEASURE = "serve-measuring"  # the server without a profile, which steps measure that would not fit in memory
@@ -187,16 +188,9 @@ def _oracle_check(recipe: Recipe, work: Workdir) -> Step | None:
 
 
 def _bench(recipe: Recipe, work: Workdir) -> Step:
-    args = (
-        "bench",
-        "serve",
-        *_bench_options(recipe),
-        "--url",
-        URL,
-        "-o",
-        str(work.bench),
-        "--fresh",
-    )  # a result of a run that was killed after it
+    # --fresh: replaces the result of a run that was killed after writing it.
+    options = (*_bench_options(recipe), "--url", URL, "-o", str(work.bench), "--fresh")
+    args = ("bench", "serve", *options)
     return Step("bench", args, (work.model, work.ple), (work.bench,), ("bench",), server=SERVE)
 
 
@@ -209,8 +203,8 @@ def _serve(name: str, recipe: Recipe, work: Workdir) -> Step:
     unused = name == MEASURE or recipe.placement.engine == "none" or serve.engine == "transformers"
     profile = () if unused else (work.placement,)
     options = [word for option in serve.options.items() for word in option]
-    if profile and serve.engine == "sglang":
-        options += ["--profile", str(work.placement)]
+    if serve.engine == "sglang":
+        options += ["--profile", str(work.placement) if profile else NONE]
     args = ("serve", str(work.model), "--ple", str(work.ple), "--engine", serve.engine, *options,
             "--port", "0", "--log", str(work.server_log))  # fmt: skip
     # What the recipe leaves out is in no step of its own; from the server on, a run without it is another.

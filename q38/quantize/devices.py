@@ -9,13 +9,8 @@ import q38
 from q38.base.errors import InputError, ResourceError
 from q38.checkpoint.job import package_versions
 
-_SHAPING = (
-    "torch",
-    "transformers",
-    "auto-round",
-    "tokenizers",
-    "triton",
-)  # packages that the bytes depend on
+# Packages that the bytes depend on.
+_SHAPING = ("torch", "transformers", "auto-round", "tokenizers", "triton")
 
 
 def environment(devices: str) -> dict[str, Any]:
@@ -39,8 +34,11 @@ def item_bytes(devices: str) -> int:
     return compute_dtype(devices).itemsize
 
 
-def device_map(name: str) -> str:
+def device_map(name: str, *, absent: bool = False) -> str:
     """ "auto" as "cpu" or all GPU numbers; others as they are.
+
+    Args:
+        absent: numbers may be those of another machine.
 
     Raises:
         InputError: neither "auto" nor "cpu" nor numbers.
@@ -56,7 +54,7 @@ def device_map(name: str) -> str:
     if not re.fullmatch(r"\d+(,\d+)*", name):
         raise InputError(f"'{name}' is no device", where="--device", remedy="write auto, cpu, 0 or 0,1")
     missing = next((n for n in name.split(",") if int(n) >= count), None)
-    if missing is not None:
+    if missing is not None and not absent:
         raise ResourceError(
             f"GPU {missing} is not there, this machine has {count}",
             where="--device",

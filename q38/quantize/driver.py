@@ -63,7 +63,7 @@ def quantize(
     plan = make_plan(checkpoint, recipe)
     last = last_block(blocks, len(plan.blocks))
     # After the checks: what follows imports torch.
-    device, item = _device(recipe, device)
+    device, item = _device(recipe, device, planned=dry_run)
     recipe = with_samples(recipe, checkpoint.config, item=item, check=not dry_run)
     if dry_run:
         return describe(plan, recipe, item)
@@ -77,7 +77,9 @@ def quantize(
         "copied": {path.name: fingerprint_file(path) for path in copied_files(checkpoint)},
         **method.identity(),
     }
-    with Job(out, "quantize", identity, inputs=(source, ple), fresh=fresh, progress=progress) as job:
+    with Job(
+        out, "quantize", identity, inputs=(source, ple), below_input=True, fresh=fresh, progress=progress
+    ) as job:
         if job.up_to_date:
             progress.say(f"{out} is up to date")
             return dict(read_json(out / MANIFEST)["result"])
@@ -121,13 +123,16 @@ def last_block(blocks: str | None, total: int) -> int:
     return last
 
 
-def _device(recipe: Recipe, device: str) -> tuple[str, int]:
-    """(the device in full, bytes of a value of the block inputs there); "" for a method that tunes nothing."""
+def _device(recipe: Recipe, device: str, *, planned: bool) -> tuple[str, int]:
+    """(the device in full, bytes of a value of the block inputs there); "" for a method that tunes nothing.
+
+    planned: GPUs that are named need not be in this machine.
+    """
     if recipe.quantize.experts.method == "rtn":
         return "", 0
     from q38.quantize.devices import device_map, item_bytes
 
-    device = device_map(device)
+    device = device_map(device, absent=planned)
     return device, item_bytes(device)
 
 

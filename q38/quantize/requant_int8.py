@@ -94,7 +94,15 @@ def requant_int8(
         "source": weights.checkpoint.fingerprint,
         "requant_int8": recipe.requant_int8.model_dump(mode="json"),
     }
-    with Job(out, "requant-int8", identity, inputs=(model, source), fresh=fresh, progress=progress) as job:
+    with Job(
+        out,
+        "requant-int8",
+        identity,
+        inputs=(model, source),
+        below_input=True,
+        fresh=fresh,
+        progress=progress,
+    ) as job:
         if job.up_to_date:
             progress.say(f"{out} is up to date")
             return dict(read_json(out / MANIFEST)["result"])

@@ -9,6 +9,8 @@ from q38.checkpoint.index import Checkpoint
 from q38.model.shape import ModelShape
 from q38.residency.find import find_profile
 
+NONE = "none"  # in the place of a file: no profile, though there is one with the model
+
 
 def choose_profile(checkpoint: Checkpoint, given: Path | None) -> tuple[Path | None, str]:
     """The profile, None where all experts start alike, and a line that says which and why.
@@ -18,6 +20,8 @@ def choose_profile(checkpoint: Checkpoint, given: Path | None) -> tuple[Path | N
     Raises:
         InputError: `given` is absent, is no profile, or one of another number of layers or experts.
     """
+    if given == Path(NONE):
+        return None, "routing profile: none, as asked for, all experts start alike"
     if given is not None:
         if not given.is_file():
             raise InputError("no such file", where=given, remedy="make it with q38 build-placement")

@@ -87,6 +87,14 @@ def plan_recipe(
     gpu_total, ram_total = parse_bytes(gpu, where="--gpu"), parse_bytes(ram, where="--ram")
     refuse_conflicts(settings, engine="sglang", device="cuda")
     values, cost = read_cost(config, recipe, source_layout=source_layout)
+    experts = next((g.bits for g in cost.groups if g.group == Group.EXPERTS), {})
+    if set(experts) != {"2"}:
+        made = " and ".join(sorted(experts)) or "no"
+        return cost, ResourceError(
+            f"experts at {made} bits, the sglang engine serves 2-bit experts",
+            where=f"recipe {recipe}",
+            remedy="serve it with --engine transformers",
+        )
     weights = Weights(values, {Group(g.group): g.bytes for g in cost.groups}, cost.row_bytes)
     try:
         resolved, plan = choose_kv(

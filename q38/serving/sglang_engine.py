@@ -67,18 +67,12 @@ def launch(options: ServeOptions) -> Launch:
         ResourceError: it does not fit.
     """
     from q38.serving.engines import Launch
-    from q38.sglang_ext.options import DECODE_TOKENS, ExtensionOptions
+    from q38.sglang_ext.options import ExtensionOptions
 
     settings = options.sglang
     refuse_conflicts(settings, engine="sglang", device=settings.device or "cuda")
     checkpoint = options.opened()
     resolved = resolve(settings, checkpoint.config, where=str(options.model / "config.json"))
-    if resolved.requests > DECODE_TOKENS:
-        raise InputError(
-            f"{resolved.requests} requests at a time, the buffer of n-gram rows holds {DECODE_TOKENS}",
-            where="--requests",
-            remedy=f"pass {DECODE_TOKENS} or fewer",
-        )
     if settings.overlap is None and options.ple is not None and obstacle(options.ple) is not None:
         resolved = replace(resolved, overlap=False)
     profile, about_profile = choose_profile(checkpoint, settings.profile)

@@ -20,6 +20,7 @@ from q38.recipe.budget import GroupCost, MachinePlan, Reserve, Sizes, expert_row
 from q38.serving.kv_choice import refuse_unreadable
 from q38.serving.machine import probe_gpus
 from q38.serving.sglang_settings import Resolved, SglangSettings
+from q38.sglang_ext.options import DECODE_TOKENS
 
 _GRANULE = 2 * MIB  # of mapped device memory
 _SPARE = 16  # row slots kept free on both sides, so that rows can be exchanged
@@ -127,7 +128,14 @@ def plan_for(
 
     Raises:
         ResourceError: it does not fit; the message gives the shortfall.
+        InputError: more requests at a time than a step has room for.
     """
+    if resolved.requests > DECODE_TOKENS:
+        raise InputError(
+            f"{resolved.requests} requests at a time, the buffer of n-gram rows holds {DECODE_TOKENS}",
+            where="--requests",
+            remedy=f"pass {DECODE_TOKENS} or fewer",
+        )
     shape, row_bytes = ModelShape.from_config(weights.config), weights.row_bytes
     rows = shape.num_layers * shape.num_experts
     dense = sum(n for group, n in weights.groups.items() if group not in _ELSEWHERE)

@@ -196,6 +196,8 @@ def test_another_identity_is_refused_and_its_first_difference_named(tmp_path, wh
     changed = {**IDENTITY, "recipe": {"bits": 3}}
     with pytest.raises(InputError, match=r"another recipe\.bits \(2, now 3\)"):
         run(tmp_path, identity=changed)
+    with pytest.raises(InputError, match="by another version of q38, which did not record more"):
+        run(tmp_path, identity={**IDENTITY, "more": 1})
 
 
 def test_another_step_is_refused(tmp_path):
@@ -252,7 +254,9 @@ def test_two_processes_cannot_fill_one_directory(tmp_path):
     [
         ({"a": 1}, {"a": 1}, None),
         ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}, ("a.c", "2", "3")),
-        ({"a": 1}, {"a": 1, "b": 2}, ("b", "null", "2")),
+        ({"a": 1}, {"a": 1, "b": 2}, ("b", "not recorded", "2")),
+        ({"a": 1, "b": None}, {"a": 1, "b": 2}, ("b", "null", "2")),
+        ({"a": 1}, {"a": 1, "b": None}, None),
         ({"a": [1, 2]}, {"a": [1, 3]}, ("a", "[1, 2]", "[1, 3]")),
         (1, 2, ("identity", "1", "2")),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from q38.base.errors import ResourceError
+from q38.base.errors import InputError, ResourceError
 from q38.base.units import GIB, MIB
 from q38.checkpoint import writer
 from q38.checkpoint.index import read_json
@@ -56,8 +56,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, cost: Sizes) -> Callable[..., None]
     monkeypatch.setattr(preflight, "plan_bits", lambda *_: {})
     monkeypatch.setattr(preflight, "sizes", lambda *_: cost)  # 2 s each
 
-    def of(*, gpu: float = 23.5, ram: float = 30, disk: float = 400) -> None:
-        card = Gpu("card", "12.0", 24 * GIB, int(gpu * GIB), "gen 5 x16", "1")
+    def of(*, gpu: float = 23.5, ram: float = 30, disk: float = 400, capability: str = "12.0") -> None:
+        card = Gpu("card", capability, 24 * GIB, int(gpu * GIB), "gen 5 x16", "1")
         monkeypatch.setattr(preflight, "probe_gpus", lambda: (card,))
         monkeypatch.setattr(preflight, "has_cuda_gpu", lambda: True)
         monkeypatch.setattr(engines.sglang_engine, "lacks", list)
@@ -116,6 +116,19 @@ def test_memory_that_no_server_can_be_planned_in_is_told(
     assert "short" in found(setup(source, tmp_path, serve={"gpu_memory": "8GiB"}))["serve"]
 
 
+def test_what_no_machine_can_serve_is_the_recipes_fault(
+    source: Path, tmp_path: Path, machine: Callable[..., None]
+) -> None:
+    machine()
+    with pytest.raises(InputError, match=r"serve\.context: 1000000000 tokens"):
+        found(setup(source, tmp_path, serve={"context": 10**9}))
+    machine(capability="8.6")
+    with pytest.raises(InputError, match=r"serve\.kv: fp8 needs compute capability"):
+        found(setup(source, tmp_path, serve={"kv": "fp8"}))
+    machine()
+    assert found(setup(source, tmp_path, serve={"kv": "fp8", "context": 32768})) == {}
+
+
 def test_experts_that_the_engine_of_this_machine_cannot_serve_are_told(
     source: Path, tmp_path: Path, machine: Callable[..., None]
 ) -> None:
@@ -131,9 +144,8 @@ def test_the_disk_is_asked_for_what_is_still_to_be_written(
 ) -> None:
     machine(disk=119)
     assert "119.0 GiB free" in found(setup(source, tmp_path))["disk"]
-    machine(
-        disk=121
-    )  # 47.7 of n-gram table and twice 36.1: what quantize keeps meanwhile goes before the second
+    # 47.7 of n-gram table and twice 36.1: what quantize keeps meanwhile goes before the second.
+    machine(disk=121)
     planned = setup(source, tmp_path)
     assert found(planned) == {}
     machine(disk=60)
@@ -162,7 +174,7 @@ def test_a_run_is_refused_with_everything_that_is_missing_and_writes_nothing(
     monkeypatch.setattr(host_memory, "available_memory", lambda: MIB)
     monkeypatch.setattr(serving, "available_memory", lambda: MIB)
     recipe, work = Path(__file__).parents[1] / "data" / "fast.yaml", tmp_path / "work"
-    expected = r"build-placement: .* MiB short; oracle-save: .*float32.* short; serve: .* short\. .*oracle\.engine to none"
+    expected = r"build-placement: .* MiB short \(.*; oracle-save: .*float32.* short \(.*oracle\.engine to none.*; serve: .* short \(set"
     with pytest.raises(ResourceError, match=expected):
         run(recipe, work, source=tiny_source)
     assert not work.exists()

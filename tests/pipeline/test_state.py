@@ -209,3 +209,14 @@ def test_a_recipe_without_a_source_asks_for_one(tmp_path: Path) -> None:
 def test_a_source_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such directory"):
         prepare("tiny", tmp_path / "run", tmp_path / "absent")
+
+
+@pytest.mark.parametrize("inside", ["source", "ple/deeper"])
+def test_a_source_where_a_step_writes_is_refused_before_anything_is_removed(
+    tmp_path: Path, inside: str
+) -> None:
+    source = tmp_path / "run" / inside
+    source.mkdir(parents=True)
+    with pytest.raises(InputError, match="lies where this run writes"):
+        prepare("tiny", tmp_path / "run", source)
+    assert prepare("tiny", source / "run", source).source == source

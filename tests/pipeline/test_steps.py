@@ -40,7 +40,7 @@ def test_what_the_server_measures_comes_between_a_first_server_and_the_one_with_
         "verify", "serve-measuring", "build-placement", "oracle-save", "serve", "bench", "oracle-check",
     ]  # fmt: skip
     first, last = found["serve-measuring"], found["serve"]
-    assert "--context 4096 --ram 28GiB" in words(first) and "--profile" not in words(first)
+    assert "--context 4096 --ram 28GiB --profile none" in words(first)
     assert "--context 4096 --ram 28GiB --profile work/placement.safetensors" in words(last)
     assert WORK.placement in last.reads
     servers = {name: step.server for name, step in found.items() if step.server}
@@ -55,7 +55,7 @@ def test_what_the_recipe_leaves_out_is_no_step_and_is_told() -> None:
     none = {"engine": "none"}
     found = steps(placement=none, oracle=none, serve=SGLANG)
     assert list(found)[4:] == ["verify", "serve", "bench"]
-    assert "--profile" not in words(found["serve"])
+    assert "--profile none" in words(found["serve"])
     told = left_out(recipe(placement=none, oracle=none))
     assert [line.partition(" (")[2].partition(")")[0] for line in told] == [
         "placement.engine: none",

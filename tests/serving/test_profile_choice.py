@@ -53,6 +53,7 @@ def test_the_profile_of_a_run_or_of_a_release_is_found(model: Path, tiny_ple: Pa
     beside = profile(model.parent / "placement.safetensors")
     found, line = choose_profile(checkpoint, None)
     assert found == beside and "found with the model" in line
+    assert choose_profile(checkpoint, Path("none"))[0] is None
     inside = profile(model / "q38" / "placement.safetensors")
     assert choose_profile(checkpoint, None)[0] == inside
     started = launch(ServeOptions(model, tiny_ple, port=7, sglang=SglangSettings(device="cpu", context=1024)))

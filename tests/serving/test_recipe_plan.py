@@ -54,6 +54,20 @@ def test_what_is_left_is_beside_the_parts_that_add_up() -> None:
     assert sum(found.host.values()) + found.to_dict()["ram_left"] == 28 * GIB
 
 
+def test_what_serve_refuses_is_refused() -> None:
+    settings = SglangSettings(requests=65)
+    with pytest.raises(InputError, match="--requests: 65 requests at a time"):
+        plan_recipe(RELEASE, "quality-24gb", gpu="23.9GiB", ram="28GiB", settings=settings)
+
+
+def test_experts_of_another_width_have_a_cost_and_no_place(tmp_path: Path) -> None:
+    wider = tmp_path / "wider.yaml"
+    wider.write_text("schema: q38.recipe/1\nname: wider\nquantize:\n  bits: {experts: 4}\n")
+    cost, failure = plan_recipe(RELEASE, str(wider), gpu="200GiB", ram="200GiB", settings=SglangSettings())
+    assert cost.groups and isinstance(failure, ResourceError)
+    assert "experts at 4 bits" in str(failure)
+
+
 def test_a_machine_that_is_too_small_leaves_the_cost() -> None:
     cost, failure = plan_recipe(
         RELEASE, "quality-24gb", gpu="23.9GiB", ram="12GiB", settings=SglangSettings()

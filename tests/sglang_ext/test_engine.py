@@ -335,7 +335,9 @@ def test_rows_move_while_requests_run_and_no_result_changes(
     assert input_logprobs(sglang_server, texts[2]) == expected
     assert ask(action="shrink", rows=60).status_code == 409
     assert ask(action="explode").status_code == 400
-    assert httpx.post(url, content=b"{", headers=KEY, timeout=60).status_code == 400
+    assert httpx.post(url, content=b"{", headers=KEY, timeout=60).status_code == 415
+    typed = {**KEY, "Content-Type": "application/json"}
+    assert httpx.post(url, content=b"{", headers=typed, timeout=60).status_code == 400
     assert ask(action="grow", rows=13).json()["status"]["rows_on_device"] == 64
 
 
