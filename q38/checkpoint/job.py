@@ -203,7 +203,7 @@ class Job:
             key, before, now = difference
             if before is _ABSENT:
                 raise InputError(
-                    f"was begun by another version of q38, which did not record {key}",
+                    f"was begun without {key} ({now} now), by other inputs or an earlier q38",
                     where=self.out,
                     remedy="start over with --fresh (in a run: --fresh-from the step), or choose another output directory",
                 )

@@ -196,7 +196,7 @@ def test_another_identity_is_refused_and_its_first_difference_named(tmp_path, wh
     changed = {**IDENTITY, "recipe": {"bits": 3}}
     with pytest.raises(InputError, match=r"another recipe\.bits \(2, now 3\)"):
         run(tmp_path, identity=changed)
-    with pytest.raises(InputError, match="by another version of q38, which did not record more"):
+    with pytest.raises(InputError, match=r"was begun without more \(1 now\)"):
         run(tmp_path, identity={**IDENTITY, "more": 1})
 
 

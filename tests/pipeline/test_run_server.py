@@ -55,7 +55,7 @@ def test_both_servers_answered_and_the_second_began_with_the_profile(finished: P
     assert load(finished / "placement.safetensors").tokens >= 512
     assert report["placement"]["coverage"][0]["equal"] is not None
     commands = {step["step"]: step["command"] for step in report["steps"]}
-    assert "--profile" in commands["serve"] and "--profile" not in commands["serve-measuring"]
+    assert "placement.safetensors" in commands["serve"] and "--profile none" in commands["serve-measuring"]
     check_page((finished / "report.html").read_text())
 
 
