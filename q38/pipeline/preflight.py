@@ -23,12 +23,12 @@ from q38.recipe.budget import Sizes, sizes
 from q38.recipe.samples import ITEM_GPU, with_samples
 from q38.recipe.schema import Recipe
 from q38.serving.engines import choose_engine
-from q38.serving.kv_choice import choose_kv, refuse_unreadable
+from q38.serving.kv_choice import refuse_unreadable
 from q38.serving.machine import has_cuda_gpu, probe_gpus
 from q38.serving.preflight import check_memory
+from q38.serving.recipe_plan import place
 from q38.serving.requirements import lacking
-from q38.serving.sglang_plan import Weights, plan_for
-from q38.serving.sglang_settings import SglangSettings, resolve
+from q38.serving.sglang_settings import SglangSettings
 
 _NOT_LOADED = (Group.NGRAM, Group.MTP, Group.MTP_EXPERTS)
 _FLOAT32 = 4  # bytes
@@ -170,14 +170,9 @@ def _fits_gpu(recipe: Recipe, values: Mapping[str, Any], cost: Sizes) -> None:
         for given, there in ((serve.gpu_memory, free), (serve.ram, available_memory()))
     )
     settings = SglangSettings(context=serve.context, kv=serve.kv)
-    weights = Weights(values, {Group(group.group): group.bytes for group in cost.groups}, cost.row_bytes)
     try:
-        resolved = resolve(settings, values, where="config.json")
+        resolved, _ = place(values, cost, settings, gpu=gpu, ram=ram, where="config.json")
         refuse_unreadable(resolved.kv, card)
-        choose_kv(
-            resolved,
-            lambda chosen: plan_for(weights, settings, chosen, gpu=gpu, ram=ram),
-        )
     except ResourceError as error:
         remedy = "lower serve.context in the recipe, or free memory on the GPU and the host"
         raise ResourceError(error.what, where=error.where, remedy=remedy) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,13 +96,28 @@ def plan_recipe(
             where=f"recipe {recipe}",
             remedy="serve it with --engine transformers",
         )
-    weights = Weights(values, {Group(g.group): g.bytes for g in cost.groups}, cost.row_bytes)
     try:
-        resolved, plan = choose_kv(
-            resolve(settings, values, where=str(config)),
-            lambda chosen: plan_for(weights, settings, chosen, gpu=gpu_total, ram=ram_total),
-        )
+        resolved, plan = place(values, cost, settings, gpu=gpu_total, ram=ram_total, where=str(config))
     except ResourceError as failure:
         return cost, failure
     shape = ModelShape.from_config(values)
     return cost, Fit(gpu_total, ram_total, resolved, plan, shape.num_layers, shape.num_experts)
+
+
+def place(
+    config: Mapping[str, Any], cost: Sizes, settings: SglangSettings, *, gpu: int, ram: int, where: str
+) -> tuple[Resolved, ServePlan]:
+    """The settings and the plan of a server of what a recipe makes.
+
+    Args:
+        config: config.json; `where` names it. cost: of the recipe. gpu, ram: bytes that the server may use.
+
+    Raises:
+        InputError: settings that the model does not have.
+        ResourceError: it does not fit.
+    """
+    weights = Weights(config, {Group(g.group): g.bytes for g in cost.groups}, cost.row_bytes)
+    return choose_kv(
+        resolve(settings, config, where=where),
+        lambda chosen: plan_for(weights, settings, chosen, gpu=gpu, ram=ram),
+    )
