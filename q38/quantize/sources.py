@@ -19,11 +19,8 @@ FLOAT8 = ("F8_E4M3", "F8_E5M2")
 LEFT_OUT = (Group.NGRAM,)  # the table goes to ple/
 _FLOATS = ("BF16", "F16", "F32", "F64", *FLOAT8)
 _METHODS = (None, "fp8")  # of quantization_config, of a source
-_OPTIONAL = {
-    Group.MTP: "mtp",
-    Group.MTP_EXPERTS: "mtp",
-    Group.VISION: "vision",
-}  # group -> the key of a recipe's quantize section that drops it
+# group -> the key of a recipe's quantize section that drops it
+_OPTIONAL = {Group.MTP: "mtp", Group.MTP_EXPERTS: "mtp", Group.VISION: "vision"}
 
 
 def wanted_groups(recipe: Recipe) -> Callable[[Group], bool]:
